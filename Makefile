@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # auto takes the GPU when a driver is here: make serve RUNTIME=cpu
 RUNTIME ?= auto
-Q ?= What is NVFP4?
+Q ?= What is the capital of France?
 
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
@@ -12,11 +12,6 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-
-# The embedded demo, in NVFP4, if MODEL is unset. Only for these verbs: a test names its model itself.
-ifeq ($(MODEL)$(HF_MODEL),)
-serve plan: export MODEL := nibble-demo-nvfp4
-endif
 
 # Shell scripts and Dockerfiles that git knows, or would add: ignored files are not linted.
 SCRIPTS = $(shell git ls-files -co --exclude-standard '*.sh' .ci/run)
@@ -34,7 +29,7 @@ setup-dev: ## setup, and what lint and tests need
 	@$(INSTALL) --dev
 
 .PHONY: serve chat plan doctor
-serve: setup ## serve MODEL (default: the embedded demo) on 127.0.0.1:8000
+serve: setup ## serve MODEL (default: SmolLM2-135M-Instruct) on 127.0.0.1:8000
 	@exec ./entrypoint.sh serve
 chat: setup ## ask the running server a question: make chat Q="…"
 	@nibble chat $(call quote,$(Q))
@@ -62,8 +57,8 @@ generated:
 	python docs/architecture.py --check
 	nibble recipes lint
 style: ## check the language of docs, comments and messages
-	$(PYTHON) scripts/check_style.py
-	$(PYTHON) scripts/check_style.py --python $(shell git ls-files 'nibble/*.py' 'kernels/*.py')
+	@$(PYTHON) scripts/check_style.py
+	@$(PYTHON) scripts/check_style.py --python $(shell git ls-files 'nibble/*.py' 'kernels/*.py' 'tests/*.py')
 fmt: setup-dev ## format Python and shell, rewrite generated docs
 	ruff check --fix-only --quiet .
 	ruff format .

@@ -1,11 +1,11 @@
-"""A node's agent, on Python's http.server, beside the same file server on starlette and uvicorn.
+"""Transfer speed of a node's agent (Python's http.server) and of the same server on uvicorn.
 
-    python benchmarks/agent_transfer.py [--gib 1] [--repeats 5] [--out
-    benchmarks/results/agent_transfer.json]
+    python benchmarks/agent_transfer.py [--gib 1] [--repeats 5]
+        [--out benchmarks/results/agent_transfer.json]
 
-One file in memory goes over loopback, from each server in turn: MB/s, and the server's CPU seconds
-per GiB, which it takes from vLLM. Then what each does with a Content-Length of -1, and with a
-client that sends half a request and nothing more.
+Each server in turn sends one file in memory over loopback. The result has MB/s, and the server's
+CPU seconds per GiB, which it takes from vLLM. It also records how each server handles a
+Content-Length of -1, and a client that sends half a request and then nothing.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def status_of_a_negative_length(port: int) -> int:
 
 
 def silence_s(port: int) -> float | None:
-    """Seconds until the server ends half a request; None where it does not within SILENCE_S."""
+    """Seconds until the server disconnects a client that sent half a request; None if it does not
+    within SILENCE_S.
+    """
     with socket.create_connection(("127.0.0.1", port), timeout=SILENCE_S) as client:
         client.sendall(b"POST /model HTT")
         began = time.monotonic()

@@ -1,20 +1,19 @@
-"""Kernel assertion, canary and the table of faults on this machine, through `nibble serve` itself.
+"""Which faults the kernel assertion and the canary find on this machine, through `nibble serve`.
 
     python benchmarks/canary_faults.py [--case NAME …] [--out FILE]
 
-Cases, one start each, most in eager mode because faults are put into Python objects as well as into
-tensors:
+Each case is one start, most in eager mode, because faults change Python objects as well as tensors:
 
     dense      nibble-demo-nvfp4, W4A4
     experts    nibble-demo-moe-nvfp4, W4A4, with an FP8 KV cache (BF16 on a CPU)
-    larger     a generated dense model, W4A16, hidden size 2048, with references recorded while it is healthy
+    larger     a generated dense model, W4A16, hidden size 2048, with recorded references
     graphs     nibble-demo-nvfp4 as it is served: compiled, with CUDA graphs; no faults
-    fallback   nibble-demo-nvfp4 with every kernel but vLLM's emulation switched off: has to end with exit 8
+    fallback   nibble-demo-nvfp4 with only vLLM's emulation enabled: must end with exit code 8
 
-Writes what ran, each mechanism's finding on the healthy server, and which mechanism finds which
-fault. Exit code 1 where a healthy server does not pass or the fallback does. The plugin that
-injects is tests/fixtures/vllm_faults.py.
-"""  # noqa: E501
+Writes which kernels ran, each mechanism's finding on the healthy server, and which mechanism finds
+which fault. Exit code 1 if a healthy server fails or the fallback passes.
+tests/support/vllm_plugins/vllm_faults.py is the plugin that injects the faults.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +28,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 
-from faults import ALL_FAULTS, Faulty, install  # noqa: E402
-from generated_nvfp4 import Shape, write_checkpoint  # noqa: E402
 from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
-from serving import Server  # noqa: E402
 
 from nibble.canary.references import References, references_like  # noqa: E402
 from nibble.engine.schema import load_schema  # noqa: E402
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE  # noqa: E402
 from nibble.machine.hardware import detect  # noqa: E402
 from nibble.machine.targets import load_target  # noqa: E402
+from tests.support.canary.faults import ALL_FAULTS, Faulty, install_faults  # noqa: E402
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint  # noqa: E402
+from tests.support.servers.serving import Server  # noqa: E402
 
 CASES = ("dense", "experts", "larger", "graphs", "fallback")
 LARGER = Shape(
@@ -101,7 +100,10 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
         words = ["--max-model-len", "512"]
     began = time.monotonic()
     server = Server(
-        folder / "server", ["serve", model, *words], **install(folder / "faults"), **own_environ()
+        folder / "server",
+        ["serve", model, *words],
+        **install_faults(folder / "faults"),
+        **own_environ(),
     )
     try:
         wait_until_ready(server)
@@ -151,7 +153,7 @@ def wait_until_ready(server: Server) -> None:
 
 
 def one_fault(faulty: Faulty, fault: str, references: References | None) -> dict[str, Any]:
-    """Mechanism -> verdict and detail; or why the fault could not be put in."""
+    """Mechanism -> verdict and detail, or why the fault could not be injected."""
     problem = faulty.inject(fault)[0]["not_injected"]
     if problem:
         return {"not_injected": problem}
@@ -162,7 +164,7 @@ def one_fault(faulty: Faulty, fault: str, references: References | None) -> dict
 
 
 def fallback(folder: Path) -> dict[str, Any]:
-    """With the emulation alone left to vLLM, nibble has to end with exit 8 and name it."""
+    """With only the emulation left, nibble must end with exit code 8 and name the kernel."""
     names = {*load_schema().linear_kernels, *load_target("cpu").expected["linear"]} - {
         "EmulationNvFp4LinearKernel"
     }
@@ -188,8 +190,8 @@ def write_larger(folder: Path) -> Path:
 
 
 def own_environ() -> dict[str, str]:
-    """A failing canary is a warning here: what it found is what is measured. Caches may be
-    given.
+    """The server's environment. A failing canary only warns, because the finding is the result.
+    Cache folders may be given.
     """
     kept = {
         name: os.environ[name]

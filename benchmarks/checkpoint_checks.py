@@ -1,11 +1,10 @@
-"""What looking for damage costs: the checks of a checkpoint's tensors before a load, and following
-what the load writes.
+"""The cost of checking a checkpoint's tensors before a load, and of tracking what the load writes.
 
     python benchmarks/checkpoint_checks.py [--out benchmarks/results/checkpoint_checks.json]
 
 CPU seconds on generated NVFP4 checkpoints with many small tensors, so that the time is per tensor
-and not per byte. The load is vLLM's own, in this process, in turns with and without nibble's
-tracking; the first of each pair also pays for imports.
+and not per byte. vLLM's loader runs in this process, alternately with and without nibble's
+tracking. The first run of each pair also includes imports.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 PAIRS = 4
 
 
@@ -31,7 +30,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def before_a_load(folder: Path) -> dict[str, Any]:
-    """Each check alone, on a checkpoint that was read."""
+    """Each check alone, on a checkpoint that has been read."""
     from nibble.checkpoint import read_checkpoint
     from nibble.checkpoint.layer_tensors import layer_problems
     from nibble.checkpoint.verify import check_scales
@@ -55,8 +54,7 @@ def before_a_load(folder: Path) -> dict[str, Any]:
 
 
 def during_a_load(folder: Path) -> dict[str, Any]:
-    """vLLM's loader with nibble's tracking and without, in turns."""
-    import loads_in_vllm
+    """vLLM's loader with and without nibble's tracking, alternately."""
     import vllm.model_executor.models.registry as registry
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -66,6 +64,7 @@ def during_a_load(folder: Path) -> dict[str, Any]:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from nibble.checkpoint import read_checkpoint
+    from tests.support.in_vllm import loads_in_vllm
 
     setattr(registry, "_run_in_subprocess", lambda function: function())  # noqa: B010 - no process for each model class
     load_general_plugins()
@@ -94,8 +93,9 @@ def during_a_load(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    from generated_nvfp4 import Shape, write_checkpoint
     from machine import machine
+
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

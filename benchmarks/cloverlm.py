@@ -1,13 +1,12 @@
-"""CloverLM's real shape (29 blocks, 4.03 B parameters) with generated weights: bytes and tokens/s
-of BF16 and NVFP4.
+"""Bytes and tokens/s of CloverLM's shape (29 blocks, 4.03 B parameters) in BF16 and NVFP4.
 
     python benchmarks/cloverlm.py [--out results.json] [--only WAY …] [--blocks 29] [--tokens 256]
-    [--sequences 32] [--device cpu]
+        [--sequences 32] [--device cpu]
 
-For each way a separate vLLM with CUDA graphs: bytes of the weights on the GPU, decode tokens/s of
-one sequence and of 32, prompt tokens/s of half as many prompts of 512 tokens. Weights are random
-and of the published sizes, so texts mean nothing and times do. The checkpoint is packed (2.7 GB in
-/tmp or $TMPDIR), its BF16 twin made only for the way "bf16".
+Each way runs in a separate vLLM with CUDA graphs: bytes of the weights on the GPU, decode tokens/s
+of one sequence and of 32, prompt tokens/s of 16 prompts of 512 tokens. The weights are random but
+have the published sizes, so times are meaningful and texts are not. The checkpoint is packed (2.7
+GB in /tmp or $TMPDIR); its BF16 copy is written only for the way "bf16".
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from typing import Any
 import torch
 from machine import machine
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/fixtures"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
+from tests.support.models.cloverlm_models import HF_QUANT_CONFIG, CloverShape, is_product
 
 PROMPT_TOKENS = 128
 # Way -> (form of the checkpoint, what the plugin is told)
@@ -83,7 +82,7 @@ def main() -> None:
 
 
 def write(folder: Path, form: str, blocks: int, device: str) -> Path:
-    """The checkpoint in one file, made on the device; an existing one stays."""
+    """Write the checkpoint as one file, generated on the device; keep an existing one."""
     from nibble_kernels.quartet2.quantize import quant_fp4
     from safetensors.torch import save_file
 
@@ -134,8 +133,8 @@ def in_a_process(
 def measure(
     model: str, options: dict[str, Any], new_tokens: int, sequences: int
 ) -> dict[str, float]:
-    """Seconds from vLLM's Python interface, the best of three; the first answer of each kind is
-    not counted.
+    """Seconds from vLLM's Python interface: the best of three, without the first answer of each
+    kind.
     """
     from vllm import LLM, SamplingParams
 

@@ -1,18 +1,20 @@
-"""Two GPUs of one host as one machine and as two: tokens/s of one GPU, TP 2 in the machine, and two
-"nodes" of one GPU each in separate network namespaces, without Ray and with it.
+"""Two GPUs of one host as one machine and as two nodes: tokens/s of each arrangement.
 
-    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only one tp2 --out
-    benchmarks/results/cluster_two_gpus.json
-    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only mp ray --out
-    benchmarks/results/cluster_two_gpus.json
+    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only one tp2
+        --out benchmarks/results/cluster_two_gpus.json
+    sudo .venv/bin/python benchmarks/cluster_two_gpus.py --only mp ray
+        --out benchmarks/results/cluster_two_gpus.json
 
-Takes the first two GPUs of CUDA_VISIBLE_DEVICES and leaves the rest of the machine alone: a server
-outside of the namespaces listens on PORT and PORT + 1 below. Needs root and `ip` (iproute2); what
-cannot run is named in the results with the reason. Each arrangement takes two to three minutes;
---out keeps what it has and is written after each. Nodes have their own host names, so that NCCL
-takes them for two machines and their traffic goes through the virtual network between them: the
-figures show what works and what a slow network costs, not what RoCE gives. NVLink multicast is off
-everywhere. `--cpu` runs the same with two processes on a CPU, for changes of this file.
+The arrangements are one GPU, TP 2 in one machine, and two "nodes" of one GPU each in separate
+network namespaces, with and without Ray. They use the first two GPUs of CUDA_VISIBLE_DEVICES. A
+server outside of the namespaces listens on PORT and PORT + 1. It needs root and `ip` (iproute2).
+The results give the reason for an arrangement that cannot run. Each takes two to three minutes;
+--out is written after each and keeps earlier results.
+
+Nodes have separate host names, so NCCL takes them for two machines and their traffic uses the
+virtual network. The figures show what works and what a slow network costs, not the speed of RoCE.
+NVLink multicast is off. `--cpu` runs the same with two processes on a CPU, to test changes of this
+file.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ FUSED = ("--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}
 # What vLLM's CPU platform lacks for this, as in tests/cluster; a "GPU" is then a name for Ray to
 # count.
 ON_CPU = {
-    "PYTHONPATH": str(ROOT / "tests" / "fixtures" / "cluster_platform"),
+    "PYTHONPATH": str(ROOT / "tests/support/vllm_plugins/cluster_platform"),
     "NIBBLE_KV_CACHE_BYTES": str(64 << 20),
     "NIBBLE_MEMORY_RESERVE_GIB": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -150,7 +152,7 @@ class Host:
     def start(
         self, log: str, *words: str, inside: int | None = None, **environ: str
     ) -> subprocess.Popen[bytes]:
-        """The entry point with `words`; its output in `log`."""
+        """Start the entry point with `words`; its output goes to `log`."""
         with (self.folder / log).open("wb") as out:
             return subprocess.Popen(
                 self.command([str(ROOT / "entrypoint.sh"), *words], inside),
@@ -167,8 +169,8 @@ class Host:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
     def wait_said(self, log: str, words: str, process: subprocess.Popen[bytes]) -> None:
-        """Until `log` has `words`. Raises RuntimeError with its end where the process ended
-        first or START_S is over.
+        """Wait until `log` contains `words`. Raises RuntimeError with the log's end if the process
+        ends first or START_S is over.
         """
         began = time.monotonic()
         while words not in (said := (self.folder / log).read_text(errors="replace")):
@@ -178,7 +180,7 @@ class Host:
 
 
 def _command(folder: Path) -> Path:
-    """A folder with a `nibble` for environments that have the package and not its command."""
+    """A folder with a `nibble` command, for environments that have only the package."""
     file = folder / "bin" / "nibble"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +191,7 @@ def _command(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def ended(*running: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The processes, ended in order."""
+    """End the processes, in this order."""
     try:
         yield
     finally:
@@ -202,7 +204,7 @@ def ended(*running: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def measure(host: Host, server: subprocess.Popen[bytes], log: str, tokens: int) -> dict[str, Any]:
-    """Seconds until ready, tokens/s, the beginning of an answer; or why there is none."""
+    """Seconds until ready, tokens/s and the beginning of an answer, or why there is none."""
     began = time.monotonic()
     inside = server.pid if host.number else None
     while host.python(inside, IS_READY).returncode:
@@ -285,7 +287,9 @@ class Bench:
 
 @contextlib.contextmanager
 def pair() -> Iterator[None]:
-    """Two namespaces with a network between them. Raises RuntimeError where this machine cannot."""
+    """Two namespaces with a network between them. Raises RuntimeError if this machine cannot create
+    them.
+    """
     if shutil.which("ip") is None:
         raise RuntimeError("`ip` is not installed (iproute2)")
     remove = ["bash", "-c", "ip netns del nib1; ip netns del nib2"]

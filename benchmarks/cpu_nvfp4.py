@@ -1,15 +1,18 @@
-"""NVFP4 beside BF16 on the CPU: single linear layers, and a generated Qwen3 served by vLLM.
+"""NVFP4 compared with BF16 on the CPU: single linear layers, and a generated Qwen3 in vLLM.
 
-    python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 7] [--skip-model]
+    python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 25] [--skip-model]
+        [--level avx2] [--threads 2]
 
-Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path with its metadata). Layers:
-each round times every variant once, and the ratio is that of the fastest rounds, to the faster of
-torch's BF16 and vLLM's own, since other programs on the machine only add time. Model: hidden 4096,
-intermediate 12288, 4 layers, vocabulary 2048, the same values in BF16 and NVFP4
-(tests/fixtures/generated_nvfp4.py, 2.7 GB below FOLDER); each form is served in a separate
-process, in turn, MODEL_RUNS times; the faster run counts, and the larger memory. Peak memory is
-VmHWM when the model is loaded, which counts pages of the mapped file too; the largest anonymous
-part is sampled every 5 ms.
+Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path, with its metadata).
+
+Layers: each round times every variant once. The ratio compares the fastest rounds with the faster
+of torch's BF16 and vLLM's, because other programs only add time. Copies of a weight take turns, so
+that no cache holds them. The same rounds read as many bytes as the weight has: the limit of a
+product with one row. Model: hidden 4096, intermediate 12288, 4 layers, vocabulary 2048, with equal
+values in BF16 and NVFP4 (tests/support/models/generated_nvfp4.py, 2.7 GB below FOLDER). Each form
+runs MODEL_RUNS times in separate processes, alternately; the faster run and the larger memory
+count. Peak memory is VmHWM after the load, which includes pages of the mapped file; the largest
+anonymous part is sampled every 5 ms.
 """
 
 from __future__ import annotations
@@ -29,15 +32,24 @@ from typing import Any
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO / "tests/fixtures"))
-from generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
+sys.path.insert(0, str(REPO))
 from machine import machine  # noqa: E402
+
+from tests.support.models.generated_nvfp4 import Form, Shape, random_nvfp4, write_checkpoint  # noqa: E402
 
 SHAPE = Shape(
     hidden=4096, intermediate=12288, layers=4, heads=32, kv_heads=8, head_dim=128, vocabulary=2048
 )
-LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-ROWS = (1, 4, 16, 256)
+LAYERS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+    "small gate_up": (12288, 2048),
+    "small down": (2048, 6144),
+}
+ROWS = (1, 2, 4, 8, 16, 256)
+BEYOND_CACHES_BYTES = 160 << 20
 FORMS: dict[str, tuple[Form, bool]] = {
     "bf16": ("bf16", False),
     "nvfp4_w4a16": ("modelopt", False),
@@ -53,21 +65,32 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=REPO / "benchmarks/results/cpu_nvfp4.json")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cpu_nvfp4")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--level", help="instructions of nibble's products; default: the best")
+    parser.add_argument("--threads", type=int, help="of the layers; default: torch's number")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--skip-model", action="store_true")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         print("\nRESULT " + json.dumps(serve(args.serve)))
         return
-    from nibble_kernels.nvfp4_linear import cpu_levels
+    from nibble_kernels.nvfp4_linear import cpu_levels, use_cpu_level
 
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.level:
+        use_cpu_level(args.level)
     found: dict[str, Any] = {
         "machine": machine() | {"levels": cpu_levels(), "threads": torch.get_num_threads()},
+        "level": args.level or cpu_levels()[0],
         "rounds": args.rounds,
         "model_runs": MODEL_RUNS,
     }
-    found["layers"] = [time_layer(name, rows, args.rounds) for name in LAYERS for rows in ROWS]
+    found["layers"] = [
+        time_layer(name, rows, args.rounds) for name in args.layers for rows in args.rows
+    ]
     if not args.skip_model:
         found["model"] = compare_models(args.folder)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -75,43 +98,58 @@ def main() -> None:
 
 
 def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of one layer of the model with `rows` rows, and how much faster than BF16."""
-    from nibble_kernels.nvfp4_linear import nvfp4_linear
+    """Milliseconds of one layer with `rows` rows, the ratio to BF16, and the speed of reading its
+    weight.
+    """
+    from nibble_kernels.memory import read_memory
+    from nibble_kernels.nvfp4_linear.packed import nvfp4_packed_linear, pack_weight
 
-    codes, scales = random_nvfp4(name, *LAYERS[name], "cpu")
+    stored = random_nvfp4(name, *LAYERS[name], "cpu")
+    weight_bytes = sum(tensor.nbytes for tensor in stored)
+    copies = [pack_weight(*stored) for _ in range(-(-BEYOND_CACHES_BYTES // weight_bytes) + 2)]
     one, inverse = torch.tensor(2.0**-7), torch.tensor(300.0)
     weight = torch.randn(*LAYERS[name], dtype=torch.bfloat16)
     x = torch.randn(rows, LAYERS[name][1], dtype=torch.bfloat16)
-    variants: dict[str, Callable[[], object]] = {
-        "bf16": lambda: torch.nn.functional.linear(x, weight),
-        "bf16_vllm": vllm_linear(weight, x),
-        "nvfp4_w4a16": lambda: nvfp4_linear(x, codes, scales, one),
-        "nvfp4_w4a4": lambda: nvfp4_linear(x, codes, scales, one, input_scale_inv=inverse),
+    in_vllm = vllm_linear(weight, x)
+
+    def copy(turn: int) -> Any:
+        """Another one each time: the last call's may be in a cache."""
+        return copies[turn % len(copies)]
+
+    variants: dict[str, Callable[[int], object]] = {
+        "read": lambda turn: [
+            read_memory(one.view(torch.uint8).flatten()) for one in copy(turn)[:2]
+        ],
+        "bf16": lambda turn: torch.nn.functional.linear(x, weight),
+        "bf16_vllm": lambda turn: in_vllm(),
+        "nvfp4_w4a16": lambda turn: nvfp4_packed_linear(x, copy(turn + 1), one),
+        "nvfp4_w4a4": lambda turn: nvfp4_packed_linear(
+            x, copy(turn + 2), one, input_scale_inv=inverse
+        ),
     }
     best = dict.fromkeys(variants, float("inf"))
-    for _ in range(rounds):
+    for turn in range(rounds):
         for variant, call in variants.items():
             start = time.perf_counter()
-            call()
+            call(3 * turn)
             best[variant] = min(best[variant], (time.perf_counter() - start) * 1e3)
     fastest_bf16 = min(best["bf16"], best["bf16_vllm"])
-    speedup = {
-        variant: round(fastest_bf16 / best[variant], 2)
-        for variant in variants
-        if "nvfp4" in variant
-    }
-    milliseconds = {variant: round(value, 3) for variant, value in best.items()}
+    ours = [variant for variant in variants if "nvfp4" in variant]
     return {
         "layer": name,
         "shape": LAYERS[name],
         "rows": rows,
-        "ms": milliseconds,
-        "times_as_fast_as_bf16": speedup,
+        "ms": {variant: round(value, 3) for variant, value in best.items()},
+        "read_gb_per_s": round(weight_bytes / best["read"] / 1e6, 1),
+        "of_read_speed": {variant: round(best["read"] / best[variant], 2) for variant in ours},
+        "times_as_fast_as_bf16": {
+            variant: round(fastest_bf16 / best[variant], 2) for variant in ours
+        },
     }
 
 
 def vllm_linear(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
-    """What vLLM makes of a BF16 layer on this CPU (vllm 0.32 layers/utils.py:470)."""
+    """vLLM's BF16 layer on this CPU (vllm 0.32 layers/utils.py:470)."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     layer: Any = torch.nn.Module()
@@ -121,7 +159,7 @@ def vllm_linear(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
 
 
 def compare_models(folder: Path) -> dict[str, Any]:
-    """Each form in turn, MODEL_RUNS times; the faster run counts, and the larger memory."""
+    """Run each form MODEL_RUNS times, alternately; the faster run and the larger memory count."""
     runs: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
     for _ in range(MODEL_RUNS):
         for form, (layout, w4a4) in FORMS.items():

@@ -1,17 +1,16 @@
-"""Tokens a second of a Qwen3-8B or 30B-A3B shape with dummy NVFP4 weights: vLLM's own choice of
-kernels and nibble's, in turns.
+"""Decode tokens/s of Qwen3-8B and 30B-A3B shapes in NVFP4: vLLM's kernels compared with nibble's.
 
     python benchmarks/decode.py --out FILE [--shape 8b|30b-a3b] [--ways stock "nibble + NVFP4 head"]
-    [--batches 1 4]
-        [--prompts 128 2048] [--profile]
+        [--batches 1 4] [--prompts 128 2048] [--profile]
 
-The shapes are Qwen3-8B's (36 layers, 4096/12288, 32 and 8 heads, a vocabulary of
-151936) and of Qwen3-30B-A3B (48 layers, 2048, 32 and 4 heads, 128 experts of 768 and 8 of them a
-token), weights alone in NVFP4. Every way is a vLLM in a separate process on the same GPU; once
-all are ready they measure in turns, one batch after the other: 64 tokens in, 128 out, greedy, the
-best of four; then prompts of so many tokens, one at a time, until their first token (`--prompts`
-alone: none). --profile counts the time of each kernel over the steps of one more run, for the first
-three batches. A way whose vLLM does not start is named in the results and left out.
+The shapes are Qwen3-8B's (36 layers, 4096/12288, 32 and 8 heads, vocabulary 151936) and
+Qwen3-30B-A3B's (48 layers, 2048, 32 and 4 heads, 128 experts of 768, 8 per token), with dummy
+weights in weight-only NVFP4. Each way is a vLLM in a separate process on the same GPU. Once all are
+ready they measure alternately, one batch size after the other: 64 tokens in, 128 out, greedy, the
+best of four. Then they measure the time to the first token for prompts of each length in
+`--prompts`, one at a time (`--prompts` without lengths: none). --profile records the time of each
+kernel over the steps of one more run, for the first three batches. A way whose vLLM does not start
+is named in the results.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def main() -> None:
 
 
 def options_of(way: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of vLLM and of nibble's plugin, those of all the way's parts."""
+    """vLLM's and the plugin's options of all of the way's parts."""
     unknown = set(way.split(" + ")) - set(PARTS)
     if unknown:
         raise SystemExit(
@@ -181,7 +180,7 @@ def options_of(way: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def summary(results: dict[str, Any], batches: list[int]) -> None:
-    """Milliseconds a step and the ratio to the first way."""
+    """Milliseconds per step, and the ratio to the first way."""
     first = next(iter(results), "")
     for way, found in results.items():
         cells = [
@@ -193,11 +192,11 @@ def summary(results: dict[str, Any], batches: list[int]) -> None:
 
 
 class EngineEnded(Exception):
-    """A vLLM that ended before it had answered."""
+    """A vLLM that ended before it answered."""
 
 
 def wait_for(worker: subprocess.Popen[str]) -> Any:
-    """The worker's next answer; vLLM writes to the same stream."""
+    """The worker's next answer. vLLM writes to the same stream."""
     assert worker.stdout is not None
     for line in worker.stdout:
         if line.startswith("ANSWER "):
@@ -213,7 +212,7 @@ def ask(worker: subprocess.Popen[str], question: dict[str, Any]) -> Any:
 
 
 def end(worker: subprocess.Popen[str]) -> None:
-    """Of what has nothing more to say: vLLM in a separate process sometimes hangs at its end."""
+    """End a process that has finished: vLLM in a separate process sometimes hangs at its end."""
     if worker.stdin:
         worker.stdin.close()
     try:
@@ -224,7 +223,7 @@ def end(worker: subprocess.Popen[str]) -> None:
 
 
 def answer(options: argparse.Namespace) -> None:
-    """One vLLM, which answers questions from stdin until there are no more."""
+    """Run one vLLM that answers questions from stdin until the input ends."""
     from vllm import LLM
 
     way, batches = options.serve, options.batches
@@ -256,7 +255,7 @@ def answer(options: argparse.Namespace) -> None:
 
 
 def context_tokens(prompts: list[int]) -> int:
-    """Room for every prompt and its token; `--prompts` alone asks for none."""
+    """Room for every prompt and one token; no prompts if `--prompts` has no lengths."""
     return max([1024, *prompts]) + 8
 
 
@@ -278,7 +277,7 @@ def generate(llm: Any, batch: int) -> None:
 
 
 def measured(llm: Any, batch: int) -> dict[str, float]:
-    """The best of RUNS after one to warm up."""
+    """The best of RUNS after a warm-up."""
     generate(llm, batch)
     times = []
     for _ in range(RUNS):
@@ -293,9 +292,7 @@ def measured(llm: Any, batch: int) -> dict[str, float]:
 
 
 def prompted(llm: Any, tokens: int) -> float:
-    """Milliseconds until the first token of a new prompt, the best of
-    RUNS after one to warm up.
-    """
+    """Milliseconds to the first token of a new prompt, the best of RUNS after a warm-up."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -314,7 +311,7 @@ def prompted(llm: Any, tokens: int) -> float:
 
 
 def profiled(llm: Any, batch: int) -> dict[str, float]:
-    """Microseconds a step of each kernel, the twelve longest, and their sum. Needs
+    """Microseconds per step of each kernel: the twelve longest and their sum. Needs
     VLLM_ENABLE_V1_MULTIPROCESSING=0.
     """
     from torch.profiler import ProfilerActivity, profile

@@ -1,12 +1,11 @@
-"""Drafts that take their target's embedding or head, loaded with nibble's plugin: answers with and
-without them, on any platform.
+"""Answers with and without drafts that share their target's embedding or head, on any platform.
 
     python benchmarks/draft_answers.py [DRAFT …] [--out FILE]
 
-Target and drafts have random weights, so that few drafted tokens are accepted; a draft whose
-embedding was not shared would read memory that nothing was written to. For each draft: the share of
-greedy tokens that are those of the target alone, how many tokens were drafted and accepted, and
-whether it embeds with the target's numbers. Exit code 1 where one did not answer.
+nibble's plugin loads target and draft. Both have random weights, so few drafted tokens are
+accepted. A draft whose embedding was not shared would read uninitialized memory. For each draft:
+the share of greedy tokens that equal the target's alone, the drafted and accepted tokens, and
+whether it embeds with the target's numbers. Exit code 1 if a draft did not answer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ os.environ |= {
 }
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/fixtures")]
+sys.path.insert(0, str(ROOT))
 
 DEFAULT = ("eagle", "eagle without an embedding", "eagle3")
 PROMPTS, PROMPT_TOKENS, TOKENS = 8, 12, 48
@@ -41,9 +40,10 @@ def main() -> int:
     parser.add_argument("drafts", nargs="*", default=DEFAULT)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    from generated_nvfp4 import Shape, write_checkpoint
     from machine import machine
-    from tiny_drafts import write_draft
+
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+    from tests.support.models.tiny_drafts import write_draft
 
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
@@ -79,7 +79,7 @@ def main() -> int:
 def answers(
     target: Path, speculation: dict[str, Any] | None
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Greedy tokens for each prompt, and what the draft did."""
+    """Greedy tokens for each prompt, and the draft's counters."""
     import vllm
 
     llm = vllm.LLM(

@@ -1,18 +1,19 @@
-"""What gate and request guard add to a request: vLLM's app with and without them, interleaved, over
-uvicorn on loopback.
+"""What gate and request guard add to a request: vLLM's app with and without them, over loopback.
 
-    python benchmarks/gate_cost.py [--pairs 2000] [--repeats 5] [--out
-    benchmarks/results/gate_cost.json]
-    python benchmarks/gate_cost.py --rate URL [--key KEY]     answers/s of a running server, for "share of throughput"
+    python benchmarks/gate_cost.py [--pairs 2000] [--repeats 5]
+        [--out benchmarks/results/gate_cost.json]
+    python benchmarks/gate_cost.py --rate URL [--key KEY]     answers/s of a running server
 
-One server process runs four uvicorn servers on one event loop, as vLLM configures them (httptools
-and uvloop where installed): "plain", "gate" (without the request guard), "guard" (both, as served)
-and a second "plain" as the control that shows the noise. `guard_cost_ms` is what the request guard
-adds to the gate, `gate_cost_ms` what both add. The client sends the same request on one keep-alive
-connection to each, in an order that turns with every round, and compares within the round, so that
-whatever else the machine does hits all three alike. Requests: `GET /version` and chats of 1 KB and
-60 KB, which vLLM parses and validates; an answer of one word stands in for the engine's.
-"""  # noqa: E501
+One process runs four uvicorn servers on one event loop, as vLLM configures them (httptools and
+uvloop if installed): "plain", "gate" (without the request guard), "guard" (both, as served) and a
+second "plain", which shows the noise. `guard_cost_ms` is what the request guard adds to the gate,
+`gate_cost_ms` what both add.
+
+The client sends the same request to each server on one keep-alive connection, in an order that
+changes with every round. It compares within the round, so that other load on the machine affects
+all servers alike. Requests: `GET /version`, and chats of 1 KB and 60 KB, which vLLM parses and
+validates. An answer of one word replaces the engine's.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ REQUESTS = {
 
 
 class OneWord:
-    """In place of the engine: the same answer for each chat."""
+    """Replaces the engine: the same answer for each chat."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
@@ -105,7 +106,7 @@ class OneWord:
 
 
 class GateAlone(Gate):
-    """The gate as it would be without the request guard."""
+    """The gate without the request guard."""
 
     async def _guarded(self, scope: Any, receive: Any, send: Any) -> None:
         await self.app(scope, receive, send)
@@ -131,7 +132,7 @@ def build_app(server: str) -> Any:
 
 
 def run_servers(sockets: list[socket.socket], ready: Any) -> None:
-    """The server process: one uvicorn server per socket, in the order of SERVERS, on one event
+    """The server process: one uvicorn server for each socket, in the order of SERVERS, on one event
     loop.
     """
     import uvicorn
@@ -162,8 +163,8 @@ def run_servers(sockets: list[socket.socket], ready: Any) -> None:
 
 
 def ask_ms(connection: socket.socket, request: bytes) -> float:
-    """Send the request, read the whole answer; milliseconds. RuntimeError for any answer but
-    200.
+    """Send the request and read the whole answer; milliseconds. RuntimeError for a status other
+    than 200.
     """
     begin = time.perf_counter_ns()
     connection.sendall(request)
@@ -177,7 +178,7 @@ def ask_ms(connection: socket.socket, request: bytes) -> float:
 
 
 def measure(ports: list[int], request: bytes, pairs: int) -> dict[str, list[float]]:
-    """`pairs` rounds of one request to each server; the order turns with the round."""
+    """`pairs` rounds of one request to each server; the order changes with the round."""
     connections = [socket.create_connection(("127.0.0.1", port)) for port in ports]
     times: dict[str, list[float]] = {name: [0.0] * pairs for name in SERVERS}
     for connection in connections:
@@ -228,8 +229,8 @@ def report(runs: dict[str, list[dict[str, float]]], pairs: int, server: str) -> 
 
 
 def answers_per_second(url: str, key: str) -> float:
-    """What RATE_CLIENTS clients get together, RATE_TOKENS tokens an answer, each asking again at
-    once.
+    """Answers/s of RATE_CLIENTS clients together, with RATE_TOKENS tokens per answer; each asks
+    again at once.
     """
     body = {"model": "default", "prompt": "word1", "max_tokens": RATE_TOKENS, "ignore_eos": True}
     deadline = time.monotonic() + RATE_S
@@ -253,7 +254,7 @@ def answers_per_second(url: str, key: str) -> float:
 
 
 def add_rate(path: Path, url: str, key: str) -> float:
-    """Into the result at `path`: the time the guard takes of each second at the rate of the
+    """Add to the result at `path` the share of each second that the guard takes at the rate of the
     server at `url`.
     """
     result = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What a measurement ran on, and when: "machine" of the files in results/."""
+"""The machine and date of a measurement: "machine" in the files of results/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = (
 
 
 def machine(*more_packages: str) -> dict[str, Any]:
-    """Processor, its load at this moment, GPUs, and versions of what is installed."""
+    """Processor, its current load, GPUs, and versions of installed packages."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": processor(),
@@ -40,7 +40,7 @@ def machine(*more_packages: str) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """As Linux has it, where it has it."""
+    """The processor's name as Linux reports it, if it does."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     named = (
         line.partition(":")[2].strip()
@@ -51,7 +51,7 @@ def processor() -> str:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Those that this process may use, by nvidia-smi; none where it is not there."""
+    """The GPUs that this process may use, from nvidia-smi; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     words = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
@@ -62,7 +62,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed, and of nvcc."""
+    """Versions of installed packages, and of nvcc."""
     found = {}
     for name in packages:
         try:

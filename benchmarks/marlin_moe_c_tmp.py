@@ -1,16 +1,21 @@
-"""How much of c_tmp Marlin's NVFP4 MoE GEMM writes, on a GPU, and whether the op allocates it (row N24 of docs/patches.md).
+"""How much of c_tmp Marlin's NVFP4 MoE GEMM writes, and whether the op allocates enough of it.
 
-    python benchmarks/marlin_moe_c_tmp.py build SDIST FOLDER       # needs nvcc, torch's headers and jinja2, no GPU
-    python benchmarks/marlin_moe_c_tmp.py sweep FOLDER/clamp.so    # needs an SM90 GPU and torch 2.11 or later
+    # needs nvcc, torch's headers and jinja2, but no GPU:
+    python benchmarks/marlin_moe_c_tmp.py build SDIST FOLDER
+    # needs an SM90 GPU and torch 2.11 or later:
+    python benchmarks/marlin_moe_c_tmp.py sweep FOLDER/clamp.so
+    # also with dropped.so, halved.so and the wheel's _moe_C_stable_libtorch:
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --kernel-name kernel_substring=Marlin \\
-        python benchmarks/marlin_moe_c_tmp.py op FOLDER/clamp.so   # or dropped.so, halved.so, the wheel's _moe_C_stable_libtorch
+        python benchmarks/marlin_moe_c_tmp.py op FOLDER/clamp.so
 
-build compiles csrc/moe/marlin_moe_wna16 of vLLM's unpacked source archive with marlin_moe_c_tmp.cu three times: as it is
-(clamp), with the min( dropped as #43730 proposes, and with c_tmp halved, which must be caught. sweep gives the kernel a c_tmp
-larger than the op would, filled with a pattern, and finds the last float written. op calls the registered op, which allocates
-c_tmp itself; without torch's caching allocator each allocation is one cudaMalloc of that size, so memcheck sees its real end.
-Both compare results with a float32 product. The code that chooses kernel and grid is told of GPUs of other sizes.
-"""  # noqa: E501
+This is the probe of row N24 in docs/patches.md. `build` compiles csrc/moe/marlin_moe_wna16 of
+vLLM's unpacked source archive with marlin_moe_c_tmp.cu three times: unchanged (clamp), without the
+min( as #43730 proposes (dropped), and with half of c_tmp (halved), which must be found. `sweep`
+gives the kernel a larger c_tmp than the op would, filled with a pattern, and finds the last float
+written. `op` calls the registered op, which allocates c_tmp itself. Without torch's caching
+allocator each allocation is one cudaMalloc of that size, so memcheck knows its end. Both compare
+results with a float32 product. The code that chooses kernel and grid gets other GPU sizes as input.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +95,7 @@ class Case:
 
 
 def draw(source: random.Random, count: int) -> Iterator[Case]:
-    """Cases with tokens of a decode, a prefill and what lies between."""
+    """Cases with the tokens of a decode, of a prefill, and numbers between."""
     for seed in range(count):
         model = source.choice(list(MODELS))
         experts, top_k, _, size = MODELS[model]
@@ -211,7 +216,7 @@ POINTERS = (
 
 
 class Call(ctypes.Structure):
-    """marlin_moe_c_tmp.cu's struct of the same name."""
+    """The struct of the same name in marlin_moe_c_tmp.cu."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in POINTERS] + [
         (name, ctypes.c_int) for name in ("block_m", "experts", "top_k", "m", "n", "k")
@@ -219,7 +224,7 @@ class Call(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """Likewise."""
+    """The struct of the same name in marlin_moe_c_tmp.cu."""
 
     _fields_ = [
         (name, ctypes.c_int)
@@ -299,7 +304,7 @@ class Gpu:
         }
 
     def align(self, ids: Any, experts: int, block_m: int) -> dict[str, Any]:
-        """moe_align_block_size of vLLM, with its buffer sizes."""
+        """vLLM's moe_align_block_size, with its buffer sizes."""
         torch = self.torch
         counts = torch.bincount(ids, minlength=experts)
         blocks = (counts + block_m - 1) // block_m
@@ -317,8 +322,8 @@ class Gpu:
         return {"sorted_token_ids": tokens, "expert_ids": of_block, "padded_tokens": padded}
 
     def call(self, case: Case, tensors: dict[str, Any]) -> tuple[Call, Launch | None]:
-        """The C structs of a call; no launch where the op has no kernel, or where its grid would
-        not fit on this GPU.
+        """The C structs of a call; no launch if the op has no kernel, or if its grid does not fit
+        on this GPU.
         """
         experts, _, m, n, k, top_k = case.problem
         sms, shared = GPUS[case.gpu]
@@ -339,7 +344,7 @@ class Gpu:
         return call, launch if found and fits else None
 
     def error(self, case: Case, tensors: dict[str, Any], result: Any) -> float:
-        """Distance from the float32 product, relative to its norm; nan where an element was not
+        """Distance from the float32 product, relative to its norm; nan if an element was not
         written.
         """
         torch = self.torch
@@ -479,10 +484,10 @@ def op(library: Path, count: int, own_grid: bool) -> None:
 
 def one_block_per_sm(gpu: Gpu, case: Case, tensors: dict[str, Any]) -> tuple[int, int, int] | None:
     """The op's last three arguments. The sanitizer takes registers, and a block that waits for one
-    without room hangs for ever:
+    without room hangs forever.
 
-    where the op may choose, the GPU is pretended small enough for a grid of one block an SM; the
-    wheel's library is told to.
+    If the op chooses the grid itself, the library reports a GPU small enough for one block per SM.
+    The wheel's library gets the arguments instead.
     """
     if gpu.shipped:
         _, _, _, n, k, _ = case.problem

@@ -1,13 +1,12 @@
-"""How often vLLM accepts what the MTP head of a tiny NVFP4 checkpoint drafts: greedy answers, JSON
-on stdout.
+"""How often vLLM accepts drafts of a tiny NVFP4 checkpoint's MTP head, as JSON on stdout.
 
     python benchmarks/mtp_acceptance.py [--shape qwen3_5|qwen3_next] [--quantized-fc] [--drafts N]
-    [--out FILE]
+        [--out FILE]
 
-The checkpoint is made by tests/fixtures/mtp_model.py: its texts follow one cycle of 1024 tokens, so
-`correct`, the share of generated tokens that do, is 1 for a sound model, and an MTP head that was
-read wrongly has acceptance 1/1024. Needs vLLM and nibble-kernels, whose plugin vLLM loads by
-itself; runs on whatever platform vLLM finds.
+tests/support/models/mtp_model.py generates the checkpoint. Its texts follow one cycle of 1024
+tokens. `correct` is the share of generated tokens that follow the cycle, 1 for a sound model. An
+MTP head that was loaded wrongly has an acceptance of 1/1024. Needs vLLM and nibble-kernels; runs on
+every platform of vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/fixtures")]
+sys.path.insert(0, str(ROOT))
 
 PROMPTS, PROMPT_TOKENS = 8, 12
 METRICS = {
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the result here")
     args = parser.parse_args()
     logging.disable(logging.INFO)
-    from mtp_model import write_mtp_model
+    from tests.support.models.mtp_model import write_mtp_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_mtp_model(Path(folder), args.shape, quantized_fc=args.quantized_fc)
@@ -59,7 +58,8 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Generate and count."""
     import torch
     import vllm
-    from mtp_model import VOCAB, next_token
+
+    from tests.support.models.mtp_model import VOCAB, next_token
 
     # FlashInfer's kernel would be compiled first, with every core there is, for minutes.
     prefill = {"gdn_prefill_backend": "triton"} if torch.cuda.is_available() else {}

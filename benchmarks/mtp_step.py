@@ -1,15 +1,13 @@
-"""What drafting costs: a step of a model of Qwen3-8B's sizes with an MTP head that drafts 0 to 3
-tokens, dummy NVFP4 weights.
+"""The cost of drafting: a step of a Qwen3-8B shape with an MTP head that drafts 0 to 3 tokens.
 
     python benchmarks/mtp_step.py [--out FILE] [--drafts 0 1 2 3] [--batches 1 8]
 
-The model is MiMo's, the dense one that has such a head, in Qwen3-8B's sizes (36 layers,
-4096/12288, 32 and 8 heads, a vocabulary of 151936), weights alone in NVFP4; its output head and its
-draft layer are BF16, as published checkpoints have them. A step is the time of a run over its
-steps, so that it holds whatever is accepted; `break_even` is the share of drafts that has to be
-accepted before drafting saves time. vLLM 0.32 does not compile MiMo's draft layer
-(mimo_mtp.py:153), as it does Qwen3.5's. Each number of drafts is a vLLM in a separate process,
-one after the other.
+The model is MiMo, a dense model with such a head, in Qwen3-8B's sizes (36 layers, 4096/12288, 32
+and 8 heads, vocabulary 151936), with dummy weights in weight-only NVFP4. Its output head and draft
+layer are BF16, as in published checkpoints. A step is the time of a run divided by its steps, so it
+does not depend on how many drafts are accepted. `break_even` is the share of drafts that must be
+accepted before drafting saves time. vLLM 0.32 compiles Qwen3.5's draft layer, but not MiMo's
+(mimo_mtp.py:153). Each number of drafts runs in a separate vLLM, one after the other.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ COUNTERS = {
 
 
 def main() -> None:
-    """Measure every number of drafts and print what was found."""
+    """Measure every number of drafts, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,8 +83,8 @@ def main() -> None:
 
 
 def write(folder: Path, layers: int, other: dict[str, Any]) -> None:
-    """A checkpoint without weights. The draft layer's number is the one after the model's (vllm
-    0.32 mimo_mtp.py:96).
+    """A checkpoint without weights. The draft layer's number follows the model's last (vllm 0.32
+    mimo_mtp.py:96).
     """
     ignored = ["lm_head", f"model.layers.{layers}.*"]
     quantization = {
@@ -111,8 +109,8 @@ def in_a_process(folder: str, drafts: int, options: argparse.Namespace) -> dict[
 
 
 def measure(folder: str, drafts: int, batches: list[int], tokens: int) -> dict[str, Any]:
-    """Seconds to a ready engine, and for each batch milliseconds a step: the best of RUNS, the
-    first not counted.
+    """Seconds to a ready engine and, for each batch, milliseconds per step: the best of RUNS after
+    a warm-up.
     """
     from vllm import LLM, SamplingParams
 
@@ -158,17 +156,15 @@ def measure(folder: str, drafts: int, batches: list[int], tokens: int) -> dict[s
 
 
 def counted(llm: Any) -> dict[str, int]:
-    """vLLM's counters: steps that verified drafts, and drafted tokens that were accepted, of all
-    sequences.
+    """vLLM's counters over all sequences: steps that verified drafts, and accepted drafted
+    tokens.
     """
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return {name: int(values.get(metric, 0)) for name, metric in COUNTERS.items()}
 
 
 def add_break_even(ways: dict[str, dict[str, Any]]) -> None:
-    """Give each batch of each way with drafts the share of them that has to be accepted before
-    they save time.
-    """
+    """Add to each batch with drafts the share that must be accepted before drafting saves time."""
     plain = ways.get("0")
     for drafts in map(int, ways):
         for batch, row in ways[str(drafts)].items():

@@ -1,13 +1,13 @@
-"""One fused q/k/v layer with unequal global scales through vLLM's own layer classes and every
-kernel there is: errors.
+"""Errors of one fused q/k/v layer with unequal global scales, in every kernel of vLLM.
 
     python benchmarks/nvfp4_layers.py [--device cuda] [--out results.json]
 
-The weights have unequal scales (K = 1024; q 256 rows N(0, .02), k 64 rows N(0, .05), v 64
-rows t5 * .008, numpy seed 7), each quantized by itself, loaded by vLLM's weight loaders as ModelOpt
-and as compressed-tensors checkpoints, W4A4 and W4A16. `own` is vLLM alone, `merged` the same with
-nibble's plugin. Each error is the relative Frobenius norm of one part's outputs against float64:
-`original` against the unquantized weights and activations, `stored` against what the tensors mean.
+The weights have unequal scales (K = 1024; q 256 rows N(0, .02), k 64 rows N(0, .05), v 64 rows t5 *
+.008, numpy seed 7). Each is quantized separately and loaded by vLLM's weight loaders, as ModelOpt
+and compressed-tensors checkpoints, W4A4 and W4A16. `own` is vLLM alone, `merged` is vLLM with
+nibble's plugin. Each error is the relative Frobenius norm of one part's outputs against float64.
+`original` compares with the unquantized weights and activations, `stored` with the values that the
+tensors represent.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def in_a_process(case: tuple[str, ...], device: str) -> dict[str, Any]:
-    """The case with its errors, or with the line that refused it."""
+    """The case with its errors, or with the error line of a refusal."""
     words = [sys.executable, __file__, "--device", device, "--cases", ",".join(case)]
     try:
         done = subprocess.run(
@@ -114,8 +114,8 @@ def show(result: dict[str, Any]) -> str:
 
 
 def run_case(form: str, activations: str, kernel: str, scales: str, device: str) -> dict[str, Any]:
-    """Errors of q, k and v, and the kernel's class. A process that has run a merged case can run
-    no other kind.
+    """Errors of q, k and v, and the kernel's class. After a merged case a process can run no other
+    kind.
     """
     options = {"nvfp4_activations": "bf16"} if activations == ROUTED else {}
     with vllm_config(kernel, options):
@@ -148,7 +148,7 @@ def run_case(form: str, activations: str, kernel: str, scales: str, device: str)
 
 
 def parts() -> dict[str, Tensor]:
-    """The BF16 weights that the top of this file names."""
+    """The BF16 weights that the top of this file describes."""
     rng = np.random.default_rng(7)
     drawn = {
         "q": rng.standard_normal((ROWS["q"], COLUMNS)) * 0.02,
@@ -162,7 +162,7 @@ def parts() -> dict[str, Tensor]:
 
 @contextmanager
 def distributed_environment(device: str) -> Iterator[None]:
-    """What vLLM's layers need of a process, which they share."""
+    """The process state that vLLM's layers need; all cases of a process share it."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_PLUGINS": ""}
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
@@ -197,7 +197,7 @@ def vllm_config(kernel: str, options: dict[str, str]) -> Iterator[None]:
 
 
 def give_cpu_the_emulation() -> None:
-    """The one row that vLLM's table of kernels lacks; it is vLLM's own kernel."""
+    """Add the row that vLLM's table of CPU kernels lacks. The kernel is vLLM's."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
 
@@ -207,7 +207,7 @@ def give_cpu_the_emulation() -> None:
 def make_layer(
     form: str, activations: str, weights: dict[str, Tensor], device: str
 ) -> tuple[Any, dict[str, Tensor]]:
-    """vLLM's QKVParallelLinear, loaded and processed; and what its tensors mean in float64."""
+    """vLLM's QKVParallelLinear, loaded and processed, and the values of its tensors in float64."""
     from nibble_kernels.weight_quant import dequantize, quantize
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
@@ -270,7 +270,7 @@ CONFIGS: dict[str, Callable[[str], Any]] = {
 
 
 def x_as_computed(x: Tensor, input_scale: Tensor, is_quantized: bool) -> Tensor:
-    """The activations as the product sees them, in float64."""
+    """The activations after the kernel's rounding, in float64."""
     if not is_quantized:
         return x.double()
     from nibble_kernels.activation_quant import nvfp4_quant

@@ -1,14 +1,13 @@
-"""How fast the decode kernel multiplies, side by side with cuBLAS in BF16 and vLLM's Marlin and
-Humming.
+"""Speed of the decode kernel, compared with cuBLAS in BF16 and with vLLM's Marlin and Humming.
 
     python benchmarks/nvfp4_linear.py --out FILE [--shapes main|more|all] [--rows 1 2 4 ...]
-    [--without-vllm] [--divisions]
+        [--without-vllm] [--divisions]
 
-Every implementation has its own copies of a shape's weights, as many as fill four second caches,
-and one CUDA graph that multiplies by each of them once. The graphs take turns, and the median of
-their replays counts. Bytes are those of codes and scales (BF16: of the weight); the read bandwidth
-is torch.sum's over 2 GiB in the same run. --divisions measures every way to divide the work of the
-decode kernel in place of the other implementations.
+Every implementation has several copies of a shape's weights, enough to fill the L2 cache four
+times, and one CUDA graph that multiplies by each copy once. The graphs replay alternately, and the
+median counts. Bytes are those of codes and scales (BF16: of the weight). The read bandwidth is
+torch.sum's over 2 GiB in the same run. --divisions measures every way to divide the decode kernel's
+work, instead of the other implementations.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ def measure(options: argparse.Namespace) -> None:
 def side_by_side(
     shape: tuple[int, int], batches: list[int], read: float, with_vllm: bool
 ) -> Iterator[dict[str, Any]]:
-    """A row of the table for each batch: µs, GB/s, share of the read bandwidth, ratio to each of
-    the others.
+    """A row for each batch: µs, GB/s, share of the read bandwidth, ratio to each other
+    implementation.
     """
     products = implementations(shape, with_vllm)
     for batch in batches:
@@ -110,7 +109,7 @@ def side_by_side(
 def every_division(
     shape: tuple[int, int], batches: list[int], read: float
 ) -> Iterator[dict[str, Any]]:
-    """The time with clusters of one, two and four thread blocks, and of what the kernel chooses."""
+    """The time with clusters of one, two and four thread blocks, and with the kernel's choice."""
     weights = copies(shape)
     divisions = [(), (1, 1), (2, 1), (4, 1)]
     for batch in batches:
@@ -146,7 +145,7 @@ def packed_bytes(shape: tuple[int, int]) -> int:
 
 
 def copies(shape: tuple[int, int]) -> list[PreparedWeight]:
-    """Prepared random weights that together take four second caches."""
+    """Prepared random weights that together fill the L2 cache four times."""
     count = max(2, -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // packed_bytes(shape)))
     return [prepare_weight(*random_weight(shape), native=False) for _ in range(count)]
 
@@ -183,7 +182,7 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
 def vllm_kernels(
     shape: tuple[int, int], count: int, names: Sequence[str] = ("marlin", "humming")
 ) -> dict[str, list[Product]]:
-    """vLLM's own layers with these values of --linear-backend; nibble's plugin is not loaded."""
+    """vLLM's layers with these values of --linear-backend, without nibble's plugin."""
     from nvfp4_layers import vllm_config
 
     found: dict[str, list[Product]] = {}
@@ -197,7 +196,7 @@ def vllm_kernels(
 
 
 def vllm_layer(shape: tuple[int, int]) -> Any:
-    """A linear layer as a ModelOpt checkpoint of weights alone has it, with random weights."""
+    """A linear layer as in a weight-only ModelOpt checkpoint, with random weights."""
     from nvfp4_layers import CONFIGS
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -219,7 +218,7 @@ def vllm_layer(shape: tuple[int, int]) -> Any:
 
 
 def interleaved(calls: dict[str, list[Callable[[], Tensor]]]) -> dict[str, float]:
-    """Seconds of one call of each: medians of graph replays that take turns."""
+    """Seconds of one call of each: medians of graph replays that alternate."""
     graphs = {name: captured(some) for name, some in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(ROUNDS + 2):
@@ -248,7 +247,7 @@ def captured(calls: list[Callable[[], Tensor]]) -> torch.cuda.CUDAGraph:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of torch.sum over 2 GiB."""
+    """Bytes per second of torch.sum over 2 GiB."""
     x = torch.zeros(1 << 28, dtype=torch.int64, device="cuda")
     return x.numel() * 8 / interleaved({"read": [lambda: torch.sum(x)] * 4})["read"]
 

@@ -1,15 +1,14 @@
-"""The demo models' log-probabilities through every NVFP4 path of a machine, against float32
-arithmetic on the same weights.
+"""Log-probabilities of the demo models on every NVFP4 path, against float32 arithmetic.
 
     python benchmarks/nvfp4_logits.py [--device cuda] [--out results.json] [--only KERNEL …]
-    [--models NAME …]
+        [--models NAME …]
 
 The reference dequantizes weights (and rounds activations, for W4A4) and multiplies in float32, in
-transformers. Every path is a separate vLLM that scores the same tokens; the same emulation in
-BF16 arithmetic is there as a yardstick. For each position the whole distribution is compared: the
-largest difference of a log-probability among tokens above 0.1 %, the mean Kullback-Leibler
-divergence in nats, and how often the likeliest token differs. Last, the BF16 demo with a
-separate output head: how far NIBBLE_QUANTIZE_LM_HEAD=nvfp4 moves it, from vLLM without that option.
+transformers. Each path is a separate vLLM that scores the same tokens. The same emulation in BF16
+arithmetic serves as a yardstick. Each position's whole distribution is compared: the largest
+difference of a log-probability among tokens above 0.1 %, the mean Kullback-Leibler divergence in
+nats, and how often the likeliest token differs. The last comparison is the BF16 demo with a
+separate output head, in vLLM with and without NIBBLE_QUANTIZE_LM_HEAD=nvfp4.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ BOUNDS_NATS = {
 
 
 class Way(NamedTuple):
-    """A way to multiply. activations: NIBBLE_NVFP4_ACTIVATIONS; backend: of linear layers and
-    experts, "nibble" of ours, with Marlin's experts."""
+    """A way to multiply. `activations` is NIBBLE_NVFP4_ACTIVATIONS; `backend` is that of linear
+    layers and experts, "nibble" for nibble's kernel with Marlin's experts.
+    """
 
     device: str
     activations: str
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def write(out: Path | None, results: list[dict[str, Any]]) -> None:
-    """What there is, after each model: a lent machine may go."""
+    """Write the results after each model, so that an interruption keeps them."""
     if out:
         about = machine() | {"questions": QUESTIONS}
         out.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
@@ -152,7 +152,7 @@ def head_effect(device: str) -> dict[str, Any]:
 
 
 def prompts(model: str) -> list[list[int]]:
-    """Token ids of the first questions with their answers, which are what every path scores."""
+    """Token ids of the first questions with their answers, which every path scores."""
     sys.path.insert(0, str(ROOT / "models"))
     from demo_dialogues import read_questions
     from transformers import AutoTokenizer
@@ -190,9 +190,7 @@ def reference(model: str, activations: str, dtype: torch.dtype = torch.float32) 
 
 
 def run_path(model: str, name: str) -> Tensor | str:
-    """Log-probabilities [positions, vocabulary] of one path, or the last line of what went
-    wrong.
-    """
+    """Log-probabilities [positions, vocabulary] of one path, or the last line of its error."""
     way = PATHS[name]
     return in_vllm(
         model, way.device, {"nvfp4_activations": way.activations}, way.backend, way.ranks
@@ -202,7 +200,7 @@ def run_path(model: str, name: str) -> Tensor | str:
 def in_vllm(
     model: str, device: str, options: dict[str, str], backend: str = "auto", ranks: int = 1
 ) -> Tensor | str:
-    """The same of a vLLM in a separate process, with these options of the plugin."""
+    """Log-probabilities from a vLLM in a separate process, with these options of the plugin."""
     memory: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
     if device == "cuda":
         memory |= {"gpu_memory_utilization": 0.1}
@@ -232,8 +230,8 @@ def in_vllm(
 
 
 def score(model: str, arguments: str, out: str) -> None:
-    """Write the log-probabilities of every token at every position, in a vLLM with these
-    arguments (JSON).
+    """Write the log-probabilities of every token at every position, in a vLLM with these arguments
+    (JSON).
     """
     from vllm import LLM, SamplingParams
 
@@ -256,7 +254,7 @@ def score(model: str, arguments: str, out: str) -> None:
 
 
 def compare(found: Tensor, wanted: Tensor) -> dict[str, float]:
-    """How far two sets of log-probabilities [positions, vocabulary] are apart."""
+    """The differences between two sets of log-probabilities [positions, vocabulary]."""
     wanted = wanted[:, : found.shape[1]]
     likely = wanted > torch.log(torch.tensor(1e-3))
     divergence = (wanted.exp() * (wanted - found)).sum(-1)

@@ -1,16 +1,17 @@
-"""How fast nibble-kernels quantizes activations to NVFP4, against a device-to-device memcpy of the
-same run.
+"""Speed of nibble-kernels' quantization of activations to NVFP4, against a memcpy on the device.
 
     TORCH_CUDA_ARCH_LIST=9.0a pip install --no-deps --no-build-isolation ./kernels
     python benchmarks/nvfp4_quant.py --out FILE [--ncu] [--vllm-emulation nvfp4_emulation_utils.py]
 
-Bytes are those that must move: every input read and every output written once; a maximum that is
-found first reads its input once more ("two-pass"). Time is the median of graph replays of 20 calls
-on rotating inputs of more than four times the second cache. --ncu reads each kernel's issue slots
-in use from hardware counters: at 100 % no arrangement of the same instructions would be faster.
-vLLM's own kernel needs the FP4 conversion instruction and FlashInfer's is empty below compute
-capability 10 (csrc/nv_internal/tensorrt_llm/kernels/quantization.cuh), so on Hopper vLLM's
-emulation in Triton is what there is to compare with; it writes bfloat16.
+Bytes are those that must move: every input read and every output written once. An operation that
+first finds a maximum reads its input twice ("two-pass"). Time is the median of graph replays of 20
+calls on rotating inputs that fill the L2 cache more than four times. --ncu reads the share of issue
+slots that each kernel uses from hardware counters: at 100 % no order of the same instructions would
+be faster.
+
+vLLM's kernel needs the FP4 conversion instruction, and FlashInfer's is empty below compute
+capability 10 (csrc/nv_internal/tensorrt_llm/kernels/quantization.cuh). On Hopper the comparison is
+therefore vLLM's Triton emulation, which writes bfloat16.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Call = Callable[[torch.Tensor], Any]
 
 
 def operations(emulation: Path | None) -> dict[str, tuple[Call, float, int]]:
-    """Name: call on an input, bytes read and written an output element, input columns an output
-    column.
+    """Name -> a call on an input, bytes read and written per output element, input columns per
+    output column.
     """
     scale, amax, weight = torch.tensor([300.0]), torch.tensor(4.0), {}
     scale, amax = scale.cuda(), amax.cuda()
@@ -113,7 +114,7 @@ def operations(emulation: Path | None) -> dict[str, tuple[Call, float, int]]:
 
 
 def vllm_emulation(path: Path) -> Callable[..., torch.Tensor]:
-    """vLLM's Triton function from a copy of nvfp4_emulation_utils.py, without vLLM around it."""
+    """vLLM's Triton function, from a copy of nvfp4_emulation_utils.py without the rest of vLLM."""
     import triton
     import triton.language
 
@@ -159,7 +160,7 @@ def seconds(record: Callable[[int], Any], calls: int = CALLS, replays: int = 11)
 
 
 def copy_rates() -> dict[str, float]:
-    """Bytes a second, read and written, of copies within the device."""
+    """Bytes per second, read and written, of copies within the device."""
     runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '13').partition('.')[0]}")
     source, target = (
         torch.empty(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
@@ -194,7 +195,7 @@ def copy_rates() -> dict[str, float]:
 
 
 def inputs(rows: int, columns: int, cache_bytes: int) -> list[torch.Tensor]:
-    """As many random inputs as four second caches take, at most 64."""
+    """As many random inputs as fill the L2 cache four times, at most 64."""
     count = max(1, min(64, -(-4 * cache_bytes // (rows * columns * 2))))
     return [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
 
@@ -224,8 +225,8 @@ def measure(
 
 
 def issue_slots() -> list[dict[str, Any]]:
-    """Each operation's main kernel by Nsight Compute's counters: share of issue slots used and
-    instructions an element.
+    """Each operation's main kernel in Nsight Compute's counters: share of issue slots used, and
+    instructions per element.
     """
     metrics = "sm__inst_issued.avg.pct_of_peak_sustained_active,smsp__inst_executed.sum,gpu__time_duration.sum"  # noqa: E501
     command = [

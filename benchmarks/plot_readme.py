@@ -1,8 +1,8 @@
-"""Draw README's plot from the measured results, as an SVG that reads on light and dark pages.
+"""Draws README's plot from the measured results, as an SVG for light and dark pages.
 
 `python benchmarks/plot_readme.py` writes docs/images/results.svg from the JSON files of
-benchmarks/results. With `--check` it compares instead, and exits 1 where the picture is stale. It
-needs the standard library alone.
+benchmarks/results. With `--check` it only compares, and exits with 1 if the picture is out of date.
+Standard library only.
 """
 
 from __future__ import annotations

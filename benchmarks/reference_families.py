@@ -1,11 +1,11 @@
-"""Healthy models of many families against their computed references: each has to pass. Random
-weights, four layers, BF16.
+"""Healthy models of many families against their computed references. Each must pass.
 
     python benchmarks/reference_families.py [FAMILY …] [--jobs 1] [--out FILE]
 
-For each family of transformers: whether its layers could be followed, whether products within them
-were fed the reference's inputs, and how far the worst of them was off. What vLLM cannot serve on
-this machine is named. Exit code 1 where a healthy model failed.
+The models have random weights and four layers in BF16. For each family of transformers: whether
+nibble could follow its layers, whether products inside them were fed the reference's inputs, and
+the largest difference. The results name models that vLLM cannot serve on this machine. Exit code 1
+if a healthy model failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 from reference_faults import run_model  # noqa: E402
 
 BASE: dict[str, Any] = {
@@ -193,7 +193,7 @@ def compare(folder: Path, family: str) -> dict[str, Any]:
 
 
 def write(folder: Path, family: str) -> None:
-    """transformers' own module with random weights, and the demo's tokenizer."""
+    """transformers' module with random weights, and the demo's tokenizer."""
     with LOCK:  # one seed for all threads, and one import
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -209,9 +209,9 @@ def write(folder: Path, family: str) -> None:
 
 
 def fill_zeros(model: Any, spread: float) -> None:
-    """Random numbers where transformers begins with zeros: biases would do nothing, and a router of
-    zeros (Ernie 4.5) makes all experts equally good, of which each implementation of top-k takes
-    others.
+    """Replace the zeros that transformers initializes with random numbers. Zero biases would have
+    no effect. A router of zeros (Ernie 4.5) makes all experts equal, and each implementation of
+    top-k then takes different ones.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point() and not tensor.any():

@@ -1,11 +1,10 @@
-"""Which faults a computed reference finds: each is put into one vLLM on this machine, in this
-process, and taken out again.
+"""Which faults a computed reference finds: each is injected into one vLLM, then removed.
 
     python benchmarks/reference_faults.py MODEL … [--kv-cache-dtype fp8] [--out FILE]
 
-For each model `nibble reference` runs first. For each fault there is what the worker's layers said
-of the reference and how far the log-probs of the canary's texts are from it. Faults of requests and
-sampling are in tests/e2e/test_canary.py.
+`nibble reference` runs first for each model. For each fault the result has the findings of the
+worker's layers, and the distance of the canary's texts in log-probabilities.
+tests/e2e/test_canary.py has the faults of requests and sampling.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 from nibble.recipes.rules import NESTED  # noqa: E402
 
 ERROR_LINE = re.compile(r"(?:^|\]:? )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
@@ -111,15 +110,13 @@ def run_model(model: str, folder: Path, kv_cache_dtype: str) -> dict[str, Any]:
 
 
 def error_in(log: str) -> str:
-    """The first error that a log tells, with or without a process's prefix; those after it
-    follow from it.
-    """
+    """The first error in a log, with or without a process's prefix; later ones follow from it."""
     told = [found[1] for line in log.splitlines() if (found := ERROR_LINE.search(line.strip()))]
     return (told[0] if told else (log.strip().splitlines() or ["no word"])[-1])[:300]
 
 
 def backends_of(model: str) -> dict[str, Any]:
-    """Backends that `nibble serve` asks vLLM for on this machine, as arguments of LLM."""
+    """The backends that `nibble serve` sets for vLLM on this machine, as arguments of LLM."""
     from nibble.plan.choice import values_of
     from nibble.plan.gather import plan_for, read_wishes
 
@@ -130,7 +127,7 @@ def backends_of(model: str) -> dict[str, Any]:
 
 
 def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> None:
-    """In a separate process; a line for each fault with its findings."""
+    """One model in a separate process; a line for each fault with its findings."""
     from vllm import LLM
 
     from nibble.engine.plugin.report.probes import Probes
@@ -148,8 +145,7 @@ def one_model(model: str, reference: str, proof: str, kv_cache_dtype: str) -> No
         **backends_of(model),
     )
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
-    import model_faults
-    import vllm_faults
+    from tests.support.vllm_plugins import model_faults, vllm_faults
 
     faults = {"none": vllm_faults.no_fault, **vllm_faults.FAULTS, **model_faults.FAULTS}
     only = os.environ.get("FAULTS", "").split(",")

@@ -1,14 +1,13 @@
-"""`nibble serve` from start to end on this machine: phases, exact answers, and a drain with streams
-running.
+"""`nibble serve` from start to end on this machine: phases, exact answers, and a drain of streams.
 
     python benchmarks/serve_demo.py [--model nibble-demo] [--starts 2] [--logs DIR] [--out FILE]
-    [FLAG …]
+        [FLAG …]
 
-Starts the server (the first time with empty caches, then with filled ones), follows /status, asks
-all questions of models/demo_questions.jsonl at temperature 0, then sends SIGTERM while long streams
-run: they must finish, new requests must get 503, the exit code must be 0, and no process may be
-left on the GPU. Further arguments go to `nibble serve`. Writes benchmarks/results/TARGET_demo.json;
-exit code 1 where something was not as promised.
+Starts the server (first with empty caches, then with filled ones), follows /status, and asks all
+questions of models/demo_questions.jsonl at temperature 0. Then it sends SIGTERM while long streams
+run: they must finish, new requests must get 503, the exit code must be 0, and no process may remain
+on the GPU. Further arguments go to `nibble serve`. Writes benchmarks/results/TARGET_demo.json; exit
+code 1 if a requirement failed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ DRAIN_TOKENS = 1500
 
 
 def main() -> int:
-    """Run the starts, write the result; 1 where a promise was broken."""
+    """Run the starts and write the result; 1 if a requirement failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -110,7 +109,7 @@ class Stream:
     error: str = ""
 
     def read(self, client: Any) -> None:
-        """Read it to its end."""
+        """Read the answer to its end."""
         try:
             pieces = client.chat.completions.create(
                 model="default",
@@ -132,14 +131,14 @@ class Stream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every token asked for came."""
+        """Whether every requested token arrived."""
         return (self.error, self.finish_reason, self.tokens) == ("", "length", DRAIN_TOKENS)
 
 
 @dataclass
 class Run:
-    """One start, its questions and its end. `words` follow `nibble serve`; log and status lines
-    go into `logs`.
+    """One start, its questions and its end. `words` follow `nibble serve`; log and status lines go
+    to `logs`.
     """
 
     words: Sequence[str]
@@ -149,7 +148,7 @@ class Run:
     control_port: int = field(default_factory=free_port)
 
     def measure(self, streams: int) -> dict[str, Any]:
-        """Everything of one start as plain data."""
+        """All results of one start as plain data."""
         self.logs.mkdir(parents=True, exist_ok=True)
         memory_before = used_gpu_bytes(detect())
         began = time.monotonic()
@@ -197,8 +196,8 @@ class Run:
     def _wait_until_ready(
         self, server: subprocess.Popen[bytes], began: float
     ) -> tuple[dict[str, Any], float]:
-        """(the last /status, seconds until the first one). Ends the program where the server
-        ends first.
+        """(the last /status, seconds until the first one). Ends the program if the server ends
+        first.
         """
         first: float | None = None
         with (self.logs / "status.jsonl").open("w") as lines:
@@ -265,7 +264,7 @@ class Run:
         }
 
     def _drain(self, server: subprocess.Popen[bytes], count: int) -> dict[str, Any]:
-        """SIGTERM during `count` streams; how they, a new request, and the server ended."""
+        """Send SIGTERM during `count` streams; how they, a new request and the server ended."""
         from openai import APIConnectionError, APIStatusError
 
         streams = [Stream() for _ in range(count)]
@@ -316,7 +315,7 @@ class Run:
 
 
 def summarize(status: dict[str, Any]) -> dict[str, Any]:
-    """The start-up out of the last /status: each phase's seconds, and the facts of vLLM's log."""
+    """The start-up from the last /status: each phase's seconds, and the facts of vLLM's log."""
     history = status["history"]
     ends = [entry["at_s"] for entry in history[1:]]
     phases = {
@@ -333,14 +332,14 @@ def summarize(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for(done: Callable[[], bool], limit_s: float) -> None:
-    """Until `done`, or the limit."""
+    """Wait until `done` or the time limit."""
     deadline = time.monotonic() + limit_s
     while not done() and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
 def gpu_processes() -> list[str]:
-    """What nvidia-smi names as running on a GPU; empty where there is none, or no GPU."""
+    """The processes that nvidia-smi lists on GPUs; empty without nvidia-smi or a GPU."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = [

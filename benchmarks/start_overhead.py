@@ -1,13 +1,11 @@
-"""How long until the first answer: `vllm serve` alone against `./entrypoint.sh serve`, and the
-demo's modes.
+"""Time to the first answer of `vllm serve` and `./entrypoint.sh serve`, and the demo's modes.
 
     .venv/bin/python benchmarks/start_overhead.py [--model PATH] [--pairs 3] [--modes]
 
-Pairs are interleaved (A B, B A, …), so that a machine that slows down does not favour either. Both
-sides get the same vLLM flags, those of `nibble plan`, less the gate; each start is measured from
-exec to the end of the first answered chat request of one token, asked for every 50 ms. `--modes`
-also measures eager, compiled with cold and with warm caches. Writes
-benchmarks/results/start_overhead.json.
+Pairs alternate (A B, B A, …), so that a machine that slows down favours neither side. Both sides
+get the flags of `nibble plan`, without the gate. A start lasts from exec to the end of the first
+answered chat request of one token, sent every 50 ms. `--modes` also measures eager mode, and
+compilation with cold and warm caches. Writes benchmarks/results/start_overhead.json.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ def main() -> None:
 
 
 def measure_overhead(model: str, pairs: int, folder: Path) -> dict[str, Any]:
-    """Interleaved starts, eager; the difference is taken within each pair."""
+    """Alternating starts in eager mode; the difference is taken within each pair."""
     environ = child_environ(folder / "shared")
     flags = ["--enforce-eager"]
     plain = plain_command(model, flags, environ)
@@ -93,7 +91,7 @@ def measure_overhead(model: str, pairs: int, folder: Path) -> dict[str, Any]:
 
 
 def measure_modes(model: str, folder: Path) -> dict[str, float]:
-    """The model through nibble: eager; compiled with empty and with filled caches. One start
+    """The model through nibble: eager, and compiled with empty and with filled caches. One start
     each.
     """
     cold = child_environ(folder / "compiled")
@@ -109,7 +107,7 @@ def measure_modes(model: str, folder: Path) -> dict[str, float]:
 
 
 def nibble_command(model: str, flags: Sequence[str]) -> list[str]:
-    """nibble's own entry point."""
+    """nibble's entry point."""
     return [str(ROOT / "entrypoint.sh"), "serve", model, *flags]
 
 
@@ -158,7 +156,7 @@ def time_to_answer(command: Sequence[str], environ: dict[str, str]) -> float:
 
 
 def answers(port: int) -> bool:
-    """Whether a chat request is answered with 200."""
+    """Whether a chat request gets status 200."""
     body = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
@@ -173,7 +171,7 @@ def answers(port: int) -> bool:
 
 
 def child_environ(cache: Path) -> dict[str, str]:
-    """The same for both sides: free ports, caches in `cache`, no settings of the user's."""
+    """The environment of both sides: free ports, caches in `cache`, none of the user's settings."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NIBBLE_", "VLLM_"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
     ports = {"PORT": str(free_port()), "NIBBLE_CONTROL_PORT": str(free_port())}
@@ -190,7 +188,7 @@ def free_port() -> int:
 
 
 def rounded(values: Sequence[float]) -> list[float]:
-    """To hundredths of a second."""
+    """Rounded to hundredths of a second."""
     return [round(value, 2) for value in values]
 
 

@@ -1,18 +1,18 @@
-"""First and later starts by phase: stock `vllm serve` against `nibble serve`, each with separate
-caches, in turn.
+"""First and later starts by phase: `vllm serve` alone against `nibble serve`, with separate caches.
 
     python benchmarks/start_time.py --write FOLDER
-    python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR] [--out
-    FILE]
-        [--sides vllm nibble] [--nibble-env NAME=VALUE …] [-- FLAG …]
+    python benchmarks/start_time.py [--model FOLDER] [--scratch DIR] [--later 2] [--logs DIR]
+        [--out FILE] [--sides vllm nibble] [--nibble-env NAME=VALUE …] [-- FLAG …]
 
 Without --model it writes a checkpoint of Qwen3-8B's shape with random NVFP4 weights (W4A4, 6 GB)
-into DIR. The first round starts with empty caches, the later ones with what it left. Stock vLLM
-gets the model, a port and FLAG, no plugin; nibble gets the model and FLAG, with a canary that warns
-(random weights answer nonsense). Home, temporary and cache folders are each side's own; the weights
-are read once before, for both. A start counts from exec to the end of the first answered request of
-one token, asked for every 50 ms; phases are read from vLLM's log by one reader for both sides
-(nibble/engine/log.py). Writes benchmarks/results/start_time_TARGET.json.
+into DIR. The sides start alternately. The first round has empty caches; later rounds keep them.
+vLLM gets the model, a port and FLAG, without a plugin. nibble gets the model and FLAG, with a
+canary that warns, because random weights answer nonsense. Each side has separate home, temporary
+and cache folders. The weights are read once before, for both.
+
+A start lasts from exec to the end of the first answered request of one token, sent every 50 ms. One
+reader (nibble/engine/log.py) reads the phases of both sides from vLLM's log. Writes
+benchmarks/results/start_time_TARGET.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+sys.path.insert(0, str(ROOT))
 
 from machine import machine  # noqa: E402
 from serve_demo import git_commit  # noqa: E402
@@ -60,7 +60,7 @@ DROPPED = (
 
 
 def main() -> int:
-    """Measure every start, write the result; 1 where a start failed."""
+    """Measure every start and write the result; 1 if a start failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,8 +116,8 @@ def main() -> int:
 
 
 def write(result: dict[str, Any], out: Path | None) -> None:
-    """Written after each start, because a GPU machine may be taken away. Without `out` nibble's
-    first start names the target.
+    """Write the results after each start, so that an interruption keeps them. Without `out`,
+    nibble's first start names the target.
     """
     target = next((start["target"] for start in result["starts"] if start["target"]), None)
     if out or target:
@@ -126,8 +126,8 @@ def write(result: dict[str, Any], out: Path | None) -> None:
 
 
 def write_8b(folder: Path) -> Path:
-    """Qwen3-8B's shape with the demo's tokenizer; the numbers are random."""
-    from generated_nvfp4 import Shape, write_checkpoint
+    """Qwen3-8B's shape with the demo's tokenizer and random weights."""
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
     shape = Shape(
         hidden=4096,
@@ -150,7 +150,7 @@ def write_8b(folder: Path) -> Path:
 
 
 def describe_model(model: Path) -> dict[str, Any]:
-    """What was served, as far as it matters for the time."""
+    """The properties of the model that affect the time."""
     config = json.loads((model / "config.json").read_text())
     names = (
         "architectures",
@@ -168,7 +168,7 @@ def describe_model(model: Path) -> dict[str, Any]:
 
 
 def read_once(model: Path) -> None:
-    """Both sides find the weights in the page cache."""
+    """Read the weights into the page cache, for both sides."""
     for path in model.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file:
             while file.read(64 << 20):
@@ -177,7 +177,7 @@ def read_once(model: Path) -> None:
 
 @dataclass
 class Start:
-    """One start of one side; `folder` holds its home and caches from start to start."""
+    """One start of one side. `folder` keeps its home and caches between starts."""
 
     side: str
     model: Path
@@ -244,7 +244,7 @@ class Start:
         ]
 
     def environ(self) -> dict[str, str]:
-        """A separate home; neither asks the network."""
+        """An environment with a separate home. Neither side uses the network."""
         kept: Mapping[str, str] = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
         for name in ("home", "tmp"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -264,8 +264,8 @@ class Start:
 
 
 class Reader:
-    """Follows a server's output: when each phase began, and lines that say whether compiled code
-    was reused.
+    """Reads a server's output: the beginning of each phase, and lines about reused compiled
+    code.
     """
 
     NOTES = (
@@ -313,7 +313,7 @@ class Reader:
             self._starts.append((update.phase, at_s))
 
     def by_phase(self, end_s: float | None) -> dict[str, float]:
-        """Phase -> seconds; the last one ends with the first answer."""
+        """Phase -> seconds; the last phase ends with the first answer."""
         ends = [at_s for _, at_s in self._starts[1:]] + [end_s or self._starts[-1][1]]
         return {
             name: round(end - at, 2) for (name, at), end in zip(self._starts, ends, strict=True)
@@ -321,9 +321,7 @@ class Reader:
 
 
 def summary(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """First start and median of the later ones on both sides, and how many times faster nibble
-    is.
-    """
+    """The first start and the median of later ones on both sides, and the ratio."""
 
     def seconds(side: str, caches: str) -> float | None:
         found = [

@@ -1,17 +1,15 @@
-"""How fast vLLM's own iterators bring weights from a disk into memory, by strategy, with a cold and
-a warm page cache.
+"""Speed of vLLM's weight iterators from disk to memory, with a cold and a warm page cache.
 
     .venv/bin/python benchmarks/weight_loading.py [--device cuda] [--gib 1.5] [--shards 3]
-    [--scratch DIR] [--rounds 3]
-        [--out FILE]
+        [--scratch DIR] [--rounds 3] [--out FILE]
 
-Writes BF16 shards of random numbers into DIR, then reads them through
+Writes BF16 shards of random numbers into DIR. Then it reads them through the installed vLLM's
 `safetensors_weights_iterator` (lazy, eager, prefetch) and
-`multi_thread_safetensors_weights_iterator` of the installed vLLM; every tensor is copied into
-separate memory, the host's or, with --device cuda, the GPU's, where fastsafetensors is measured
-too if it is installed. Cold: the files were dropped from the page cache (posix_fadvise). Rounds are
-interleaved; each figure is a median, beside `read()` of the same bytes into host memory, which is
-what the disk and the page cache can do. Writes benchmarks/results/weight_loading_DEVICE.json.
+`multi_thread_safetensors_weights_iterator`. Every tensor is copied to host memory or, with --device
+cuda, to the GPU, where fastsafetensors is measured too if installed. Cold means that the files were
+dropped from the page cache (posix_fadvise). Rounds alternate, and each figure is a median. `read()`
+of the same bytes into host memory shows the limit of disk and page cache. Writes
+benchmarks/results/weight_loading_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def main() -> None:
 
 
 def write_shards(folder: Path, gib: float, shards: int) -> int:
-    """Files of 32 MiB tensors; their bytes together."""
+    """Write files of 32 MiB tensors; their total bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -107,7 +105,7 @@ def write_shards(folder: Path, gib: float, shards: int) -> int:
 
 
 def device_name(device: str) -> str:
-    """What the weights are brought to."""
+    """The name of the destination."""
     import torch
 
     return torch.cuda.get_device_name() if device == "cuda" else "host memory"
@@ -116,7 +114,7 @@ def device_name(device: str) -> str:
 def measure(
     folder: Path, names: Sequence[str], device: str, rounds: int, total_bytes: int
 ) -> dict[str, Any]:
-    """Interleaved rounds; strategy -> cold and warm seconds and rates."""
+    """Alternating rounds; strategy -> cold and warm seconds and rates."""
     times: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in names}
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -135,7 +133,7 @@ def measure(
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """The next read comes from the disk."""
+    """Make the next read come from the disk."""
     for path in folder.glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -144,8 +142,8 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def in_a_process(name: str, folder: Path, device: str) -> float:
-    """Seconds of one strategy without the imports; each in a separate process, so that no
-    memory is kept.
+    """Seconds of one strategy without imports, in a separate process, so that it keeps no
+    memory.
     """
     command = [sys.executable, __file__, "--device", device, "--one", name, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -161,7 +159,9 @@ def seconds_of(name: str, files: list[Path], device: str) -> float:
 
 
 def loader(name: str, device: str) -> Callable[[list[str]], None]:
-    """What reads the files; imports and the GPU's context are done before the clock runs."""
+    """The function that reads the files. Imports and the GPU's context are done before the clock
+    starts.
+    """
     if name == "read()":
         return read_all
     import torch
@@ -185,7 +185,7 @@ def loader(name: str, device: str) -> Callable[[list[str]], None]:
 
 
 def read_all(files: list[str]) -> None:
-    """The bytes alone, into one buffer."""
+    """Read the bytes into one buffer."""
     buffer = bytearray(16 << 20)
     for path in files:
         with open(path, "rb", buffering=0) as file:

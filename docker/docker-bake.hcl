@@ -1,5 +1,5 @@
-# docker buildx bake -f docker/docker-bake.hcl [TARGET...]    build.sh calls it where buildx is present.
-# Secrets (ca, pip), tags and the network are set by build.sh and the release workflow: they differ by machine.
+# docker buildx bake -f docker/docker-bake.hcl [TARGET...]    build.sh calls it if buildx is present.
+# build.sh and the release workflow set secrets (ca, pip), tags and the network, which differ by machine.
 
 variable "IMAGE" { default = "nibble" }
 variable "VERSION" { default = "dev" }
@@ -17,7 +17,7 @@ target "_common" {
     REVISION = REVISION
     PATCHES  = PATCHES
   }
-  # Provenance with mode=max records build arguments: passwords only ever come as secrets.
+  # Provenance with mode=max records build arguments, so passwords are always secrets.
   attest = ["type=provenance,mode=max", "type=sbom"]
 }
 

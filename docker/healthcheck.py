@@ -1,11 +1,11 @@
-"""HEALTHCHECK of every image: exit 0 when the container does what it was started for, else 1.
+"""HEALTHCHECK of every image: exit 0 if the container does what it was started for, else 1.
 
-With the argument `live` it only asks whether nibble itself runs, for a probe whose failure kills: a
-server that loads, drains or is short of memory is not ready and must not be killed for it.
+With the argument `live` it only checks that nibble itself runs. A probe that kills the container
+needs that: a server that loads, drains or is short of memory is not ready, but must not be killed.
 
-Standard library only. It follows the mode, read from the command line of process 1, for one image
-serves, runs Ray nodes and opens shells: `serve` is healthy when the control port says ready, a Ray
-node while Ray runs, anything else while it lives.
+Standard library only. One image serves, runs Ray nodes and opens shells, so the check depends on
+the mode, read from the command line of process 1. `serve` is healthy while the control port reports
+ready, a Ray node while Ray runs, everything else while it lives.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TIMEOUT_SECONDS = 4.0
 
 
 def mode_of(command_line: list[str]) -> str:
-    """The mode that entrypoint.sh got: no argument or a flag first means `serve`."""
+    """The mode in entrypoint.sh's arguments: without an argument, or with a flag first, `serve`."""
     if START_SCRIPT not in command_line:
-        # Without tini as process 1 (`docker run --entrypoint`, a shared process namespace) we
-        # cannot know.
+        # Process 1 is not tini (`docker run --entrypoint`, a shared process namespace), so the mode
+        # is unknown.
         return "serve"
     arguments = command_line[command_line.index(START_SCRIPT) + 1 :]
     return arguments[0] if arguments and not arguments[0].startswith("-") else "serve"
 
 
 def answers(port: int, path: str) -> tuple[bool, str]:
-    """Whether the control port answers `path` with 200: /ready, or /status from the first second
-    to the last.
+    """Whether the control port answers `path` with 200, and a line that says so. /ready is 200 only
+    when ready, /status from start to end.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     try:
@@ -40,14 +40,15 @@ def answers(port: int, path: str) -> tuple[bool, str]:
         response = connection.getresponse()
         shown = response.read(200).decode(errors="replace").strip() if path == "/ready" else ""
         return response.status == 200, f"{path} {response.status} {shown}".strip()
-    except (OSError, http.client.HTTPException) as error:  # refused, hung, or something else's port
+    except (OSError, http.client.HTTPException) as error:
+        # Refused, hung, or another program's port.
         return False, f"control port {port}: {error or type(error).__name__}"
     finally:
         connection.close()
 
 
 def processes_run(*names: str) -> tuple[bool, str]:
-    """Whether a process of each of these program names exists."""
+    """Whether a process of every one of these program names exists."""
     missing = set(names)
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -59,8 +60,8 @@ def processes_run(*names: str) -> tuple[bool, str]:
 
 
 def control_port(arguments: list[str]) -> int:
-    """From the command line, else NIBBLE_CONTROL_PORT, else the user's TOML file, as nibble
-    itself has it.
+    """The control port as nibble reads it: from the command line, else NIBBLE_CONTROL_PORT, else
+    the user's TOML file.
     """
     if port := given(arguments, "--control-port") or os.environ.get("NIBBLE_CONTROL_PORT"):
         return int(port)
@@ -80,6 +81,7 @@ def given(arguments: list[str], flag: str) -> str | None:
 
 
 def check(only_live: bool) -> tuple[bool, str]:
+    """Whether the container is healthy, and a line that says why."""
     command_line = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")
     mode = mode_of([part for part in command_line if part])
     if mode == "serve":

@@ -1,19 +1,19 @@
 #!/bin/bash
-# First thing in every container: folders of the cache volume, and host caches mounted where old guides put them.
-# Then the entry point, which is the same as outside a container.
+# Runs first in every container: creates the folders of the cache volume, and uses host caches that are mounted at the
+# places of older guides. Then starts the entry point, which is the same as outside a container.
 set -euo pipefail
 trap 'echo "[nibble] stop signal before the start: stopped; no server was running" >&2; exit 0' TERM INT HUP
-umask 002 # group 0 keeps write access when the container later runs as another user
+umask 002 # group 0 can write even if the container later runs as another user
 
 cache="${NIBBLE_CACHE_DIR:-/var/cache/nibble}"
 seed=/root/.cache
 
 say() { echo "[nibble] $*" >&2; }
 
-# Only a real mount counts: the empty folders are part of the image. Field 5 of mountinfo is the mount point.
+# True only for a real mount: the image has these folders, empty. Field 5 of mountinfo is the mount point.
 mounted() { awk -v path="$1" '$5 == path { found = 1 } END { exit !found }' /proc/self/mountinfo; }
 
-# Is the variable still what the image set? A user's value wins over a mount.
+# True while a variable has the image's value. A user's value wins over a mount.
 untouched() { [[ ${!1:-} == "$2" ]]; }
 
 huggingface() {
@@ -27,13 +27,13 @@ huggingface() {
     export HF_HOME="${path}"
     return
   fi
-  # A read-only cache is used as it is; what the Hub client must write goes to the volume.
+  # A read-only cache stays in use; the Hub client writes to the volume.
   export HF_HUB_CACHE="${path}/hub" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
   [[ -r ${path}/token ]] && export HF_TOKEN_PATH="${HF_TOKEN_PATH:-${path}/token}"
   say "${path} is read-only for user $(id -u):$(id -g): serving only what is complete in it"
 }
 
-# writable PATH VARIABLE: PATH is a mount that can be used for VARIABLE's files.
+# writable PATH NAME: whether the mount PATH can hold NAME's files.
 writable() {
   [[ -w $1 ]] && return 0
   say "$1 cannot be written by user $(id -u):$(id -g): $2 keeps its files in ${cache} instead"
@@ -50,7 +50,7 @@ if mounted "${seed}/vllm" && untouched VLLM_CACHE_ROOT "${cache}/vllm" && writab
   export VLLM_CACHE_ROOT="${seed}/vllm"
 elif mounted "${seed}/vllm/torch_compile_cache" && untouched VLLM_CACHE_ROOT "${cache}/vllm" &&
   writable "${seed}/vllm/torch_compile_cache" torch.compile; then
-  # Only this folder is on the host: the rest of vLLM's cache stays in the volume, beside a link to it.
+  # Only this folder is on the host. The rest of vLLM's cache stays in the volume, with a link to the folder.
   export VLLM_CACHE_ROOT="${cache}/vllm-seed"
   mkdir -p "${VLLM_CACHE_ROOT}"
   ln -sfn "${seed}/vllm/torch_compile_cache" "${VLLM_CACHE_ROOT}/torch_compile_cache"
@@ -58,7 +58,7 @@ fi
 if mounted /root/.triton && untouched TRITON_CACHE_DIR "${cache}/triton" && writable /root/.triton Triton; then
   export TRITON_CACHE_DIR=/root/.triton/cache
 fi
-# A fresh bind mount has no home yet; where even that cannot be written, nibble's own check says what to do.
+# A new bind mount has no home yet. If the folder cannot be created, nibble's check of the cache says what to do.
 mkdir -p "${HOME:-${cache}/home}" 2>/dev/null || true
 
 exec /opt/nibble/entrypoint.sh "$@"

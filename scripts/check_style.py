@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PROSE_COLUMNS = 100
 CHANGELOG_COLUMNS = 119
 IGNORE = "style: ignore"
-# The patterns below are not prose, and a licence is not ours to change.
+# The patterns below are not prose, and the licence's text is fixed.
 EXEMPT = ("scripts/check_style.py", "tests/unit/test_check_style.py", "LICENSE")
-# Pages that a program writes from strings in Python files.
+# Pages generated from strings in Python files.
 FROM_PYTHON = ("docs/bad-input.md",)
 
 # Words that have a plainer form: a pattern, and what to write instead.
@@ -70,12 +70,12 @@ class Problem(NamedTuple):
 
 
 def blank(match: re.Match[str]) -> str:
-    """As many blanks, so that what follows keeps its place."""
+    """As many blanks as the match has characters, so that later positions stay the same."""
     return " " * len(match[0])
 
 
 def scan(path: str, block: list[tuple[int, str]], shipped: frozenset[str]) -> Iterator[Problem]:
-    """Problems of consecutive lines, read as one text: a phrase may go over the end of a line."""
+    """Problems of consecutive lines, scanned as one text: a phrase may cross the end of a line."""
     starts, text = [], ""
     for _, line in block:
         starts.append(len(text))
@@ -94,7 +94,9 @@ def scan(path: str, block: list[tuple[int, str]], shipped: frozenset[str]) -> It
 
 
 def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Lines with text in a row; an empty one, and a jump in the numbers, end a block."""
+    """Groups of consecutive lines with text. An empty line, or a gap in the numbers, ends a
+    block.
+    """
     block: list[tuple[int, str]] = []
     for number, line in lines:
         if block and (not line.strip() or number > block[-1][0] + 1):
@@ -107,7 +109,7 @@ def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
 
 
 def prose_of_page(text: str) -> Iterator[tuple[int, str]]:
-    """Lines of a Markdown page outside of code and generated tables, each with its number."""
+    """The lines of a Markdown page outside of code and generated tables, each with its number."""
     fenced = generated = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -152,7 +154,7 @@ def plain(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
 
 
 def sentences(text: str) -> Iterator[list[tuple[int, str]]]:
-    """Blocks of lines: docstrings and other strings with a blank, and comments."""
+    """Blocks of lines: docstrings, other strings with a blank, and comments."""
     exempt = {number for number, line in enumerate(text.splitlines(), 1) if IGNORE in line}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
@@ -168,13 +170,13 @@ def sentences(text: str) -> Iterator[list[tuple[int, str]]]:
 
 
 def python(path: str, text: str, shipped: frozenset[str]) -> Iterator[Problem]:
-    """Problems of a Python file, in the order of its lines."""
+    """Problems of a Python file, sorted by line."""
     problems = (problem for block in sentences(text) for problem in scan(path, block, shipped))
     yield from sorted(problems, key=lambda problem: problem.line)
 
 
 def check(path: str, text: str, shipped: frozenset[str]) -> list[Problem]:
-    """All problems of one file, by its kind."""
+    """All problems of one file, checked by its kind."""
     if path.endswith(".py"):
         return list(python(path, text, shipped))
     if not path.endswith(".md"):
@@ -184,7 +186,7 @@ def check(path: str, text: str, shipped: frozenset[str]) -> list[Problem]:
 
 
 def is_checked(path: str, with_python: bool) -> bool:
-    """Whether a file of the repository has text for people."""
+    """Whether the check covers this file."""
     name = Path(path).name
     if path in EXEMPT:
         return False
@@ -195,7 +197,7 @@ def is_checked(path: str, with_python: bool) -> bool:
 
 
 def tracked() -> list[str]:
-    """Files of the repository, also those that git does not track yet."""
+    """Files of the repository, including new ones that git does not track yet."""
     command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [path for path in output.splitlines() if (ROOT / path).is_file()]
@@ -208,7 +210,9 @@ def main() -> int:
     options = parser.parse_args()
     paths = tracked()
     shipped = frozenset(Path(path).name for path in paths if path.endswith(".md"))
-    chosen = options.files or [path for path in paths if is_checked(path, options.python)]
+    chosen = [path for path in options.files if path not in EXEMPT]
+    if not options.files:
+        chosen = [path for path in paths if is_checked(path, options.python)]
     problems = [
         problem for path in chosen for problem in check(path, (ROOT / path).read_text(), shipped)
     ]

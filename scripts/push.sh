@@ -10,12 +10,12 @@ docker=${DOCKER:-docker}
 for target in "${targets[@]}"; do
   if ! "${docker}" image inspect "${IMAGE}:${target}" >/dev/null 2>&1; then
     "${docker}" image inspect "nibble:${target}" >/dev/null 2>&1 || {
-      echo "error: no image nibble:${target} here; expected: one that was built; try: ./build.sh ${target}" >&2
+      echo "error: no image nibble:${target} here; expected: a built image; try: ./build.sh ${target}" >&2
       exit 2
     }
     "${docker}" tag "nibble:${target}" "${IMAGE}:${target}"
   fi
   "${docker}" push --quiet "${IMAGE}:${target}" >/dev/null
-  # Only a push gives an image its repository digest.
+  # An image has a repository digest only after a push.
   "${docker}" image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "${IMAGE}:${target}" | grep -F "${IMAGE}@"
 done

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""CloverLM with the options of its authors' serve.py: texts from the command line, or with --api a
-server.
+"""CloverLM with the options of its authors' serve.py: continue texts, or serve the API.
 
     scripts/serve-cloverlm.py [--model FOLDER_OR_ID] [PROMPT …]
     scripts/serve-cloverlm.py --api [--host ADDRESS] [--port PORT]
 
-The model must be on this disk (`nibble pull`), its vocabulary file in its folder or named with
---tokenizer (docs/cloverlm.md).
+The model must be on this disk (`nibble pull`). Its vocabulary file must be in the same folder or
+named with --tokenizer (docs/cloverlm.md).
 """
 
 from __future__ import annotations
@@ -22,37 +21,33 @@ PROMPTS = ("The capital of France is", "Once upon a time, there was")
 
 def main() -> int:
     options = _options()
-    words = [
+    arguments = [
         *(options.model, "--max-model-len", options.max_model_len),
-        *(
-            "--gpu-memory-utilization",
-            options.gpu_memory_utilization,
-            "--tensor-parallel-size",
-            options.tp,
-        ),
+        *("--gpu-memory-utilization", options.gpu_memory_utilization),
+        *("--tensor-parallel-size", options.tp),
         *(("--tokenizer", options.tokenizer) if options.tokenizer else ()),
     ]
     if options.api:
         server = [*(("--host", options.host) if options.host else ()), "--port", options.port]
-        os.execv(ROOT / "scripts/serve.sh", ["serve.sh", *words, *server])
+        os.execv(ROOT / "scripts/serve.sh", ["serve.sh", *arguments, *server])
     python = ROOT / ".venv/bin/python"
     if not Path(sys.prefix).is_relative_to(ROOT / ".venv") and python.exists():
         os.execv(python, [str(python), __file__, *sys.argv[1:]])
-    return _generate(words, options)
+    return _generate(arguments, options)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to go on from")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
     parser.add_argument(
         "--model", default="daslab-testing/CloverLM", help="folder or Hugging Face id"
     )
     parser.add_argument("--tokenizer", help="path of the TokenMonster vocabulary file")
     parser.add_argument("--api", action="store_true", help="serve the OpenAI API instead")
     parser.add_argument("--port", default="8000", help="with --api (%(default)s)")
-    parser.add_argument("--host", help="with --api (nibble's own: 127.0.0.1)")
+    parser.add_argument("--host", help="with --api (nibble's default: 127.0.0.1)")
     parser.add_argument("--tp", default="1", help="GPUs to split the model over (%(default)s)")
     parser.add_argument("--max-model-len", default="1024", help="context in tokens (%(default)s)")
     parser.add_argument(
@@ -69,8 +64,8 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _generate(words: list[str], options: argparse.Namespace) -> int:
-    """Answer the prompts in this process, with what `nibble plan` would serve the model with."""
+def _generate(arguments: list[str], options: argparse.Namespace) -> int:
+    """Answer the prompts in this process, with the settings that `nibble plan` prints."""
     sys.path.insert(0, str(ROOT))
     try:
         from nibble.errors import NibbleError
@@ -83,7 +78,7 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
         )
         return 3
     try:
-        plan = plan_for(read_wishes(words, dict(os.environ)))
+        plan = plan_for(read_wishes(arguments, dict(os.environ)))
         if plan.checkpoint is None or plan.checkpoint.path is None:
             print(
                 f"error: {plan.model} is not on this disk; run `nibble pull {plan.model}`",
@@ -96,7 +91,7 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
         return int(error.code)
     environ = plan.vllm_environ(os.environ)
     os.environ.clear()
-    # vLLM's log would stand between the answers.
+    # On stdout vLLM's log would mix with the answers.
     os.environ.update({"VLLM_LOGGING_STREAM": "ext://sys.stderr"} | environ)
 
     from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
@@ -108,7 +103,7 @@ def _generate(words: list[str], options: argparse.Namespace) -> int:
     except VLLMClientError as error:
         print(f"error: {error.args[0]}", file=sys.stderr)
         return 2
-    # What is for the server alone stays unread.
+    # Ignores the flags of the API server.
     flags, _ = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(
         ["--model", plan.model, *plan.argv()[2:]]
     )

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Serve a model: natively where nibble is installed in this checkout, else in the image nibble:$NIBBLE_TARGET.
+# Serve a model: natively if nibble is installed in this checkout, else in the image nibble:$NIBBLE_TARGET.
 # Flags are those of `nibble serve`, such as --tq (TurboQuant KV cache) and --debug (eager, verbose).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# The model of this script, unless the caller names another by MODEL, HF_MODEL or as the first argument.
+# The script's model, unless the user names another in MODEL, HF_MODEL or the first argument.
 model=(ig1/Qwen3.5-27B-NVFP4)
 if [[ -n "${NIBBLE_SCRIPT_MODEL:-}" ]]; then model=("$NIBBLE_SCRIPT_MODEL"); fi
 unset NIBBLE_SCRIPT_MODEL
@@ -22,7 +22,7 @@ if ! docker image inspect "$image" >/dev/null 2>&1; then
 fi
 gpus=(--gpus all --ipc host)
 if [[ $target == cpu ]]; then gpus=(); fi
-# Names only: docker reads the values itself, so that no secret stands in a command line.
+# Only names: docker reads the values itself, so that no secret appears in a command line.
 mapfile -t names < <(compgen -e | grep -E '^(MODEL|HF_|PORT$|GPU_MEMORY_UTIL|MAX_|TENSOR_|NIBBLE_|VLLM_|NCCL_|PYTORCH_|NUM_GPUS|CUTE_WO)' || true)
 exec docker run --rm "${gpus[@]}" "${names[@]/#/--env=}" --stop-timeout 60 \
   --publish "127.0.0.1:${PORT:-8000}:${PORT:-8000}" --volume nibble-cache:/var/cache/nibble \

@@ -1,3 +1,4 @@
-"""Makes the project-local virtual environment; standard library only, as it runs before anything
-is installed.
+"""Creates the project's virtual environment.
+
+Standard library only, because it runs before anything is installed.
 """

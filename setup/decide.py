@@ -1,6 +1,4 @@
-"""The installer's decisions, as values with their reasons; nothing here touches a network or
-starts a process.
-"""
+"""The installer's decisions, each with its reason. Pure: no network, no processes."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from urllib.parse import urlsplit
 from setup import pins
 
 MACHINES = ("x86_64", "aarch64")
-# What the driver leaves on any machine with a usable NVIDIA GPU (GB10 included); /dev/dxg is
+# Device files of the driver on every machine with a usable NVIDIA GPU, GB10 included; /dev/dxg is
 # WSL2's.
 GPU_SIGNS = ("/dev/nvidia0", "/dev/dxg")
 
 
 class SetupError(Exception):
-    """One line for the user and an exit code (docs/operations.md)."""
+    """One line for the user, and an exit code of docs/operations.md."""
 
     def __init__(self, code: int, what: str, expected: str, action: str) -> None:
         self.code = code
@@ -29,7 +27,7 @@ class SetupError(Exception):
 
 @dataclass(frozen=True)
 class Choice:
-    """A decided value and the sentence that says why."""
+    """A decided value and its reason."""
 
     value: str
     reason: str
@@ -37,19 +35,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class OfficialWheel:
-    """NIBBLE_VLLM_CPU_WHEEL taken apart: where the wheel is and the sha256 it must have."""
+    """NIBBLE_VLLM_CPU_WHEEL, parsed: the wheel's address and the sha256 that it must have."""
 
     url: str
     sha256: str
 
     def requirement(self) -> str:
-        """A line for a pip requirements file that pip checks against the hash."""
+        """A line of a pip requirements file, with the hash that pip checks."""
         return f"vllm @ {self.url} --hash=sha256:{self.sha256}\n"
 
 
 @dataclass(frozen=True)
 class TorchSource:
-    """One place to ask for CPU torch: the pip arguments, how to name it, and the URL to knock at
+    """A place that may have CPU torch: pip's arguments, its name in messages, and a URL to test
     first, if any.
     """
 
@@ -59,7 +57,9 @@ class TorchSource:
 
 
 def check_machine(system: str, machine: str) -> None:
-    """Refuse what no wheel exists for: vLLM 0.32.0 has Linux wheels for x86-64 and aarch64 only."""
+    """Refuse machines without a wheel: vLLM 0.32.0 has wheels only for Linux on x86-64 and
+    aarch64.
+    """
     if system == "Linux" and machine in MACHINES:
         return
     raise SetupError(
@@ -70,10 +70,10 @@ def check_machine(system: str, machine: str) -> None:
     )
 
 
-def choose_runtime(asked: str, exists: Callable[[str], bool], has_nvidia_smi: bool) -> Choice:
-    """cpu or cuda: what was asked for, else cuda where an NVIDIA driver shows itself."""
-    if asked != "auto":
-        return Choice(asked, "asked for")
+def choose_runtime(requested: str, exists: Callable[[str], bool], has_nvidia_smi: bool) -> Choice:
+    """cpu or cuda: the requested one, else cuda if the NVIDIA driver is present."""
+    if requested != "auto":
+        return Choice(requested, "set by the user")
     for sign in GPU_SIGNS:
         if exists(sign) and (has_nvidia_smi or sign != "/dev/dxg"):
             return Choice("cuda", f"{sign} is here")
@@ -81,8 +81,8 @@ def choose_runtime(asked: str, exists: Callable[[str], bool], has_nvidia_smi: bo
 
 
 def parse_official_wheel(value: str | None) -> OfficialWheel | None:
-    """Read NIBBLE_VLLM_CPU_WHEEL: a URL or a path that ends in #sha256=<64 hex digits>; None
-    when unset or empty.
+    """Parse NIBBLE_VLLM_CPU_WHEEL, a URL or path that ends in #sha256=<64 hex digits>; None if
+    unset or empty.
     """
     if not value:
         return None
@@ -109,11 +109,11 @@ def parse_official_wheel(value: str | None) -> OfficialWheel | None:
 
 
 def torch_sources(index: str | None) -> list[TorchSource]:
-    """Where CPU torch is looked for, in order.
+    """The places to look for CPU torch, in order.
 
-    NIBBLE_TORCH_INDEX alone when it is set (a URL, a folder of wheels, or "pip" for pip's own
-    configuration), as a user who names an index does not want another; else PyTorch's, then
-    whatever pip is configured with.
+    Only NIBBLE_TORCH_INDEX if it is set (a URL, a folder of wheels, or "pip" for pip's
+    configuration): a user who names an index does not want another. Else PyTorch's index, then
+    pip's configuration.
     """
     configured = TorchSource("pip's configured index", ())
     if not index:
@@ -139,7 +139,7 @@ def torch_sources(index: str | None) -> list[TorchSource]:
 
 
 def without_package(lock: str, name: str) -> str:
-    """The lock without one package's entry (its line and the indented hash lines under it)."""
+    """The lock without one package's entry: its line and the indented hash lines below it."""
     kept: list[str] = []
     dropping = False
     for line in lock.splitlines(keepends=True):
@@ -151,7 +151,7 @@ def without_package(lock: str, name: str) -> str:
 
 
 def stamp_key(files: Iterable[Path], facts: Mapping[str, str]) -> str:
-    """A hash of everything an installation depends on: files by content, and named facts."""
+    """A hash of what an installation depends on: the contents of files, and named facts."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())

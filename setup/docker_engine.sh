@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A private Docker engine for machines without a running one (CI above all): setup/docker_engine.sh up|down|status|run CMD…
-# It never touches an engine that answers already. `run` starts one, runs CMD with DOCKER_HOST set, and stops it again.
+# It does not touch an engine that already answers. `run` starts one, runs CMD with DOCKER_HOST set, and stops it.
 set -euo pipefail
 
 state=${NIBBLE_ENGINE_DIR:-/var/lib/nibble-engine}
@@ -16,7 +16,7 @@ die() {
   exit 1
 }
 
-# A client without buildx cannot build with BuildKit (seen: 28.2 in /usr/local/bin); Debian's 20.10 carries it inside.
+# A client without buildx cannot build with BuildKit (seen with 28.2 in /usr/local/bin); Debian's 20.10 includes it.
 client() {
   local candidate
   for candidate in /usr/bin/docker "$(command -v docker || true)"; do
@@ -49,7 +49,7 @@ install_packages() {
 start() {
   ((EUID == 0)) || die "starting dockerd needs root" "root, or a running engine" "sudo $0 up"
   mkdir -p "$state/data" "$state/exec"
-  # A killed engine leaves its pid file behind, and dockerd then refuses to start.
+  # A killed engine leaves its pid file, with which dockerd refuses to start.
   [[ -f $pidfile ]] && ! kill -0 "$(<"$pidfile")" 2>/dev/null && rm -f "$pidfile"
   setsid dockerd --data-root "$state/data" --exec-root "$state/exec" --pidfile "$pidfile" \
     -H "unix://$socket" >"$log" 2>&1 </dev/null &
@@ -89,14 +89,14 @@ down() {
   say "stopped"
 }
 
-# A folder with nothing but the right client: putting /usr/bin first would change which python3 is found too.
+# A folder with only this client: /usr/bin first on PATH would also change python3.
 client_dir() {
   mkdir -p "$state/bin"
   ln -sfn "$(client)" "$state/bin/docker"
   echo "$state/bin"
 }
 
-# What the caller's shell should eval.
+# Commands for the user's shell to eval.
 environment() {
   [[ -n ${DOCKER_HOST:-} ]] && echo "export DOCKER_HOST=$DOCKER_HOST"
   echo "export PATH=$(client_dir):\$PATH DOCKER_BUILDKIT=1"

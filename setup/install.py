@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""python3 setup/install.py [--runtime auto|cpu|cuda] [--dev] [--venv PATH]: make the project's
-virtual environment.
+"""Creates the project's virtual environment.
+
+python3 setup/install.py [--runtime auto|cpu|cuda] [--dev] [--venv PATH]
 """
 
 import sys
 
-# Before anything else, and in a syntax that any Python 3 reads.
+# First, and in a syntax that every Python 3 can parse.
 if sys.version_info < (3, 11):
     sys.stderr.write(
         "error: %s is Python %d.%d; expected 3.11 or newer; try: make PYTHON=/path/to/python3.11"

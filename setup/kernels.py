@@ -1,5 +1,6 @@
-"""nibble-kernels in the environment: a wheel that build.sh made, else compiled here, else plain
-torch; what works first stays.
+"""Installs nibble-kernels: a wheel from build.sh, else compiled here, else plain torch code.
+
+The first form that works is used.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ KERNELS = ROOT / "kernels"
 WHEELS = ROOT / "dist"
 SUFFIXES = {".py", ".toml", ".h", ".cuh", ".cpp", ".cu"}
 NOT_COPIED = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-# Names every NVIDIA GPU of a machine without starting a process.
+# Lists every NVIDIA GPU without starting a process.
 GPUS = Path("/proc/driver/nvidia/gpus")
 INSTALL = ("install", "--no-deps", "--no-build-isolation", "--no-index", "--force-reinstall")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides how nibble-kernels can be compiled here. Paths are empty where there is none."""
+    """What determines how nibble-kernels can be compiled here. A path is empty if there is no such
+    file.
+    """
 
     runtime: str
     compiler: str
@@ -38,7 +41,7 @@ class Machine:
     chosen_wheel: str
 
     def key(self, sources: list[Path], wheels: list[Path]) -> str:
-        """For the stamp: changes with the sources, the wheels, the compilers and the GPUs."""
+        """A hash for the stamp, of the sources, the wheels, the compilers and the GPUs."""
         facts = {name: str(value) for name, value in vars(self).items()}
         for wheel in wheels:
             facts[str(wheel)] = str(wheel.stat().st_mtime_ns)
@@ -47,8 +50,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to install the package: what pip installs, in which environment, and the devices
-    it must be compiled for.
+    """One way to install the package: what pip installs, in which environment, and the devices that
+    need compiled code.
     """
 
     what: str
@@ -58,7 +61,9 @@ class Form:
 
 
 def look(runtime: str, environ: Mapping[str, str] = os.environ) -> Machine:
-    """Compilers by their real paths, so that another version is another machine; starts nothing."""
+    """The compilers by their real paths, so that another version changes the stamp. Starts no
+    process.
+    """
     path = environ.get("PATH")
     compiler = nvcc = ""
     if environ.get("NIBBLE_KERNELS_COMPILE") != "0":
@@ -90,13 +95,13 @@ def sources() -> list[Path]:
 
 
 def wheels() -> list[Path]:
-    """What build.sh left for this processor, whatever its target; oldest first."""
-    found = WHEELS.glob(f"*/nibble_kernels-*_{platform.machine()}.whl")
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    """The wheels that build.sh left for this processor, for any target, oldest first."""
+    files = WHEELS.glob(f"*/nibble_kernels-*_{platform.machine()}.whl")
+    return sorted(files, key=lambda path: path.stat().st_mtime)
 
 
 class KernelsInstallation:
-    """One installation into `folder`, a virtual environment that has torch and setuptools."""
+    """One installation into `folder`, a virtual environment with torch and setuptools."""
 
     def __init__(self, folder: Path, pip: Pip, machine: Machine) -> None:
         self.folder = folder
@@ -105,44 +110,49 @@ class KernelsInstallation:
         self.targets = _targets() if machine.runtime == "cuda" else {"cpu": ""}
 
     def run(self) -> tuple[str, bool]:
-        """Install the first form that works. Returns the sentence for the user, and whether
-        every form tried worked.
+        """Install the first form that works. Returns (sentence for the user, whether no form failed
+        before it).
         """
         failed: list[str] = []
         for form in self._forms():
-            path = (  # the environment's ninja first
-                f"{self.folder / 'bin'}:{os.environ.get('PATH', '')}"
-            )
+            # The environment's ninja comes first.
+            path = f"{self.folder / 'bin'}:{os.environ.get('PATH', '')}"
             environ = {**form.environ, "PATH": path}
             if self.pip.attempt([*INSTALL, str(form.source)], environ)[0]:
                 failed.append(f"{form.what} failed, see {self.pip.log}")
                 continue
-            found = self._implementations()
-            wrong = [found[device] for device in form.devices if found.get(device) != "compiled"]
-            if not wrong:
-                return self._sentence(found, form, "; ".join(failed)), not failed
-            failed.append(f"{form.what}: {wrong[0]}")
+            implementations = self._implementations()
+            problems = [
+                implementations[device]
+                for device in form.devices
+                if implementations.get(device) != "compiled"
+            ]
+            if not problems:
+                return self._sentence(implementations, form, "; ".join(failed)), not failed
+            failed.append(f"{form.what}: {problems[0]}")
         what = f"nibble-kernels cannot be installed ({failed[-1]})"
         raise SetupError(
             6, what, "pip and setuptools in the environment", f"remove {self.folder}, run again"
         )
 
     def _forms(self) -> Iterator[Form]:
-        """In the order of preference; the last one needs no compiler."""
-        cuda = self.machine.runtime == "cuda"
+        """The forms in order of preference. The last one needs no compiler."""
+        has_cuda = self.machine.runtime == "cuda"
         if wheel := self._wheel():
-            yield Form(f"the wheel {wheel}", wheel, {}, ("cpu", "cuda") if cuda else ("cpu",))
-        here = self._copy()
+            yield Form(f"the wheel {wheel}", wheel, {}, ("cpu", "cuda") if has_cuda else ("cpu",))
+        source_copy = self._copy()
         arch_list = ";".join(sorted({arch for arch in self.targets.values() if arch}))
         if self.machine.compiler and self.machine.nvcc and arch_list:
-            yield Form("compiling CUDA", here, {"TORCH_CUDA_ARCH_LIST": arch_list}, ("cpu", "cuda"))
+            yield Form(
+                "compiling CUDA", source_copy, {"TORCH_CUDA_ARCH_LIST": arch_list}, ("cpu", "cuda")
+            )
         if self.machine.compiler:
-            yield Form("compiling C++", here, {"TORCH_CUDA_ARCH_LIST": ""}, ("cpu",))
-        yield Form("installing plain torch code", here, {"NIBBLE_KERNELS_COMPILE": "0"}, ())
+            yield Form("compiling C++", source_copy, {"TORCH_CUDA_ARCH_LIST": ""}, ("cpu",))
+        yield Form("installing plain torch code", source_copy, {"NIBBLE_KERNELS_COMPILE": "0"}, ())
 
     def _wheel(self) -> Path | None:
-        """NIBBLE_KERNELS_WHEEL, else the newest of this machine's target that is not older than
-        the sources.
+        """NIBBLE_KERNELS_WHEEL, else the newest wheel of this machine's target that is not older
+        than the sources.
         """
         if self.machine.chosen_wheel:
             path = Path(self.machine.chosen_wheel).expanduser().resolve()
@@ -158,8 +168,8 @@ class KernelsInstallation:
         return None
 
     def _copy(self) -> Path:
-        """The sources where setuptools may write beside them; what was compiled before stays,
-        and ninja uses it again.
+        """A writable copy of the sources for setuptools. Earlier object files stay, and ninja uses
+        them again.
         """
         copy = self.folder / "nibble-setup" / "kernels"
         for stale in [copy / "src", *copy.glob("build/lib*")]:
@@ -168,8 +178,8 @@ class KernelsInstallation:
         return copy
 
     def _implementations(self) -> dict[str, str]:
-        """What nibble_kernels.implementations() says in the environment: device -> "compiled" or
-        the reason why not.
+        """nibble_kernels.implementations() in the environment: device -> "compiled" or the reason
+        why not.
         """
         code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
         done = subprocess.run(
@@ -183,28 +193,27 @@ class KernelsInstallation:
             return {"cpu": (done.stderr.strip().splitlines() or ["it does not load"])[-1]}
         return json.loads(done.stdout.splitlines()[-1])
 
-    def _sentence(self, found: Mapping[str, str], form: Form, failed: str) -> str:
-        """`failed` is why the better forms did not work, empty where nothing was tried."""
+    def _sentence(self, implementations: Mapping[str, str], form: Form, failed: str) -> str:
+        """What is installed, for the user. `failed` says why better forms failed, empty if none was
+        tried.
+        """
         slow = (
             "NVFP4 on the CPU" if self.machine.runtime == "cpu" else "what nibble computes itself"
         )
         if not form.devices:
-            why, mend = "no C++ compiler found", "install g++"
+            why, fix = "no C++ compiler found", "install g++"
             if failed:
-                why, mend = (
-                    failed,
-                    "fix that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,",
-                )
+                why = failed
+                fix = "fix that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,"
             elif os.environ.get("NIBBLE_KERNELS_COMPILE") == "0":
-                why, mend = "NIBBLE_KERNELS_COMPILE=0", "unset that"
+                why, fix = "NIBBLE_KERNELS_COMPILE=0", "unset that"
             return (
-                f"kernels: plain torch ({why}): {slow} will be slow; {mend} and run make setup"
-                " again"
+                f"kernels: plain torch ({why}): {slow} will be slow; {fix} and run make setup again"
             )
         origin = f"from {form.source}" if form.source.suffix == ".whl" else "compiled here"
         if self.machine.runtime == "cpu":
             return f"kernels: {origin}" + (f" ({failed})" if failed else "")
-        if found.get("cuda") == "compiled":
+        if implementations.get("cuda") == "compiled":
             return f"kernels: {origin} for the CPU and {', '.join(self.targets) or 'the GPU'}"
         why = failed or ("no target of this GPU" if self.machine.nvcc else "no nvcc found")
         return (
@@ -214,22 +223,21 @@ class KernelsInstallation:
 
 
 def _targets() -> dict[str, str]:
-    """Target of targets/ -> its TORCH_CUDA_ARCH_LIST, for every NVIDIA GPU here that has one."""
-    from nibble.machine.targets import (
-        target_for_capability,  # standard library only, as what applies the patches
-    )
+    """Target -> its TORCH_CUDA_ARCH_LIST, for every NVIDIA GPU here that has a target."""
+    # This module, like the patching code, needs only the standard library.
+    from nibble.machine.targets import target_for_capability
 
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        said = subprocess.run(
+        capabilities = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=60
         ).stdout
     except OSError:
         return {}
     targets: dict[str, str] = {}
-    for line in said.split():
+    for line in capabilities.split():
         major, _, minor = line.partition(".")
-        found = target_for_capability((int(major), int(minor))) if minor.isdigit() else None
-        if found is not None:
-            targets[found.name] = found.torch_cuda_arch_list
+        target = target_for_capability((int(major), int(minor))) if minor.isdigit() else None
+        if target is not None:
+            targets[target.name] = target.torch_cuda_arch_list
     return targets

@@ -1,4 +1,4 @@
-"""The installer's phases: what they do, in order, with their times."""
+"""The installer's phases: what each does, their order and their times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Phase = tuple[str, Callable[[], None]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, install, and turn a SetupError into one line and its exit code."""
+    """Parse the arguments and install. A SetupError becomes one line and its exit code."""
     args = parse(argv)
     try:
         Installation(args).run()
@@ -31,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        print("error: interrupted; run it again, it starts where it matters", file=sys.stderr)
+        print(
+            "error: interrupted; run it again, it continues with the unfinished part",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
@@ -52,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Installation:
-    """One run: decides what is stale, then runs only the phases for that."""
+    """One run: decides what is out of date, and runs only the phases for that."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         decide.check_machine(platform.system(), platform.machine())
@@ -65,59 +68,61 @@ class Installation:
         self.torch_index = os.environ.get("NIBBLE_TORCH_INDEX")
         self.torch_sources = decide.torch_sources(self.torch_index)
         self.machine = kernels.look(self.runtime.value)
-        # What is to be done again by the next run although this one went on without it.
+        # Parts that failed without ending this run; the next run tries them again.
         self.unsettled: set[str] = set()
         self.pip = Pip(venv.python_of(self.venv), self.venv / "nibble-setup.log")
 
     def run(self) -> None:
-        """Bring the environment up to date; silent when it is."""
+        """Bring the environment up to date. Prints nothing if it is."""
         stamp, wanted = venv.read_stamp(self.venv), self._wanted()
-        fresh = stamp.get("kind") != wanted["kind"]
-        parts = self._stale_parts(stamp, wanted, fresh)
-        if not parts:
+        is_fresh = stamp.get("kind") != wanted["kind"]
+        stale = self._stale_parts(stamp, wanted, is_fresh)
+        if not stale:
             return
         start = time.monotonic()
-        # What is being changed counts as absent until it is done; a runtime that pip left half
-        # installed is not built upon.
-        changing = {*parts, "kind"} if "runtime" in parts else {*parts}
-        done = {} if fresh else {name: key for name, key in stamp.items() if name not in changing}
+        # A part counts as absent while it changes. After an interrupted runtime the next run starts
+        # afresh.
+        changing = {*stale, "kind"} if "runtime" in stale else {*stale}
+        done = (
+            {} if is_fresh else {name: key for name, key in stamp.items() if name not in changing}
+        )
         if stamp:
             venv.write_stamp(self.venv, done)
-        number, total = 0, sum(map(len, parts.values()))
-        for part, phases in parts.items():
+        number, total = 0, sum(map(len, stale.values()))
+        for name, phases in stale.items():
             for title, work in phases:
                 number, began = number + 1, time.monotonic()
                 print(f"[{number}/{total}] {title}", flush=True)
                 work()
                 print(f"      done in {time.monotonic() - began:.1f} s", flush=True)
             done |= {"kind": wanted["kind"]} | (
-                {} if part in self.unsettled else {part: wanted[part]}
+                {} if name in self.unsettled else {name: wanted[name]}
             )
             venv.write_stamp(self.venv, done)
         print(f"{self.venv} is ready ({time.monotonic() - start:.0f} s)", flush=True)
 
     def _stale_parts(
-        self, stamp: Mapping[str, str], wanted: Mapping[str, str], fresh: bool
+        self, stamp: Mapping[str, str], wanted: Mapping[str, str], is_fresh: bool
     ) -> dict[str, list[Phase]]:
-        """What has to be done, in order, by the name in the stamp that it makes true."""
-        parts: dict[str, list[Phase]] = {}
-        if fresh or stamp.get("runtime") != wanted["runtime"]:
-            parts["runtime"] = self._runtime_phases(fresh)
-        if parts or stamp.get("patches") != wanted["patches"]:
-            parts["patches"] = [("nibble's changes to vLLM", self._apply_patches)]
-        if "runtime" in parts or stamp.get("kernels") != wanted["kernels"]:
-            parts["kernels"] = [("nibble's kernels", self._install_kernels)]
-        if self.dev and (fresh or stamp.get("dev") != wanted["dev"]):
-            parts["dev"] = [
+        """The phases to run, in order, by the stamp's name for their result."""
+        stale: dict[str, list[Phase]] = {}
+        if is_fresh or stamp.get("runtime") != wanted["runtime"]:
+            stale["runtime"] = self._runtime_phases(is_fresh)
+        if stale or stamp.get("patches") != wanted["patches"]:
+            stale["patches"] = [("nibble's changes to vLLM", self._apply_patches)]
+        if "runtime" in stale or stamp.get("kernels") != wanted["kernels"]:
+            stale["kernels"] = [("nibble's kernels", self._install_kernels)]
+        if self.dev and (is_fresh or stamp.get("dev") != wanted["dev"]):
+            stale["dev"] = [
                 (
                     "lint and test tools",
                     lambda: self._install_lock("dev.lock", "the development tools"),
                 )
             ]
-        return parts
+        return stale
 
     def _wanted(self) -> dict[str, str]:
-        """The stamp this run should leave. A change of "kind" needs a fresh environment, other
+        """The stamp that this run should leave. A change of "kind" needs a new environment; other
         changes do not.
         """
         origin = f" from {self.wheel.sha256}" if self.wheel and self.runtime.value == "cpu" else ""
@@ -136,10 +141,10 @@ class Installation:
             "dev": decide.stamp_key([LOCKS / "dev.lock"], facts),
         }
 
-    def _runtime_phases(self, fresh: bool) -> list[Phase]:
+    def _runtime_phases(self, is_fresh: bool) -> list[Phase]:
         version = platform.python_version()
         phases: list[Phase] = []
-        if fresh:
+        if is_fresh:
             phases.append(
                 (f"virtual environment {self.venv} with Python {version}", self._make_venv)
             )
@@ -183,8 +188,8 @@ class Installation:
         venv.make(self.venv)
 
     def _free_bytes(self) -> int:
-        there = next(parent for parent in self.venv.parents if parent.exists())
-        return shutil.disk_usage(there).free
+        folder = next(parent for parent in self.venv.parents if parent.exists())
+        return shutil.disk_usage(folder).free
 
     def _install_cpu_torch(self) -> None:
         for source in self.torch_sources:
@@ -192,12 +197,9 @@ class Installation:
                 print(f"      {source.name} does not answer", flush=True)
                 continue
             print(f"      from {source.name}", flush=True)
-            if (
-                self.pip.attempt(
-                    ["install", "--no-deps", *source.pip_args, pins.TORCH_CPU_REQUIREMENT]
-                )[0]
-                == 0
-            ):
+            arguments = ["install", "--no-deps", *source.pip_args, pins.TORCH_CPU_REQUIREMENT]
+            exit_status, _ = self.pip.attempt(arguments)
+            if exit_status == 0:
                 return
         raise SetupError(
             6,
@@ -242,7 +244,7 @@ class Installation:
         self.pip.run(["install", "--no-deps", "--require-hashes", "-r", str(requirements)], what)
 
     def _install_nibble(self) -> None:
-        # setuptools comes with the lock, so nothing is fetched to build.
+        # The lock includes setuptools, so the build downloads nothing.
         self.pip.run(
             ["install", "--no-deps", "--no-build-isolation", "--no-index", "--editable", str(ROOT)],
             "nibble",
@@ -269,10 +271,10 @@ class Installation:
             )
         vllm, torch, cuda = result.stdout.split()
         if (cuda == "None") != (self.runtime.value == "cpu"):
-            found = "no CUDA" if cuda == "None" else f"CUDA {cuda}"
+            build = "no CUDA" if cuda == "None" else f"CUDA {cuda}"
             raise SetupError(
                 6,
-                f"torch {torch} was built for {found}",
+                f"torch {torch} was built for {build}",
                 f"a {self.runtime.value} build",
                 f"remove {self.venv}, run again",
             )
@@ -282,8 +284,8 @@ class Installation:
         )
 
     def _apply_patches(self) -> None:
-        """Bring vLLM to the series with the code that the images use; it needs the standard
-        library only.
+        """Apply the series to vLLM with the code that the images use. It needs only the standard
+        library.
         """
         from nibble.engine.patching.apply import apply_series, patch_states
         from nibble.engine.patching.series import load_series
@@ -300,17 +302,17 @@ class Installation:
         print(f"      patches: {applied} applied", flush=True)
 
     def _install_kernels(self) -> None:
-        said, settled = kernels.KernelsInstallation(self.venv, self.pip, self.machine).run()
-        print(f"      {said}", flush=True)
-        if not settled:
+        sentence, is_settled = kernels.KernelsInstallation(self.venv, self.pip, self.machine).run()
+        print(f"      {sentence}", flush=True)
+        if not is_settled:
             self.unsettled.add("kernels")
 
 
 def answers(url: str, seconds: float) -> bool:
-    """True when an HTTP server answers 2xx at `url` within `seconds`, name lookup included;
-    asked once.
+    """Whether an HTTP server answers 2xx at `url` within `seconds`, including the name lookup. Asks
+    once.
     """
-    # Only here: with ssl these take most of the time that a run with nothing to do has.
+    # Imported here: with ssl they would take most of the time of a run that has nothing to do.
     import threading
     import urllib.request
 

@@ -1,4 +1,4 @@
-"""pip without its noise: output goes to a log, a failure shows the lines that say why."""
+"""Runs pip with its output in a log; a failure prints the lines that explain it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from setup.decide import SetupError
 
 TAIL_LINES = 20
-# One such line per package and index where an index is a folder that does not hold every package.
+# pip prints the first for each package that an index folder does not have.
 NOISE = re.compile(
     r"^WARNING: Location '.*' is ignored|^\s*$|^\[notice\]|^WARNING: Running pip as the 'root'"
     r" user|^WARNING: Target"
@@ -23,44 +23,37 @@ STEP = re.compile(r"^\s*(Collecting|Downloading|Processing|Using cached|Building
 
 
 def is_noise(line: str) -> bool:
-    """True for lines of a healthy pip run that a user need not read."""
+    """Whether a user need not read this line of a successful pip run."""
     return NOISE.search(line) is not None
 
 
 def clean_environment(environ: dict[str, str]) -> dict[str, str]:
-    """The caller's environment (proxies, certificates, pip's own configuration), less what leads
-    pip astray here.
+    """The user's environment (proxies, certificates, pip's configuration) without variables that
+    would redirect this pip.
     """
-    gone = (
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "PIP_TARGET",
-        "PIP_PREFIX",
-        "PIP_REQUIRE_VIRTUALENV",
-        "PIP_USER",
-        "PIP_QUIET",
+    removed = (
+        *("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX"),
+        *("PIP_REQUIRE_VIRTUALENV", "PIP_USER", "PIP_QUIET"),
     )
-    kept = {name: value for name, value in environ.items() if name not in gone}
-    ours = {
+    kept = {name: value for name, value in environ.items() if name not in removed}
+    added = {
         "PIP_NO_INPUT": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_PROGRESS_BAR": "off",
         "PIP_USER": "0",
     }
-    return kept | ours | {"PYTHONUNBUFFERED": "1"}
+    return kept | added | {"PYTHONUNBUFFERED": "1"}
 
 
 class Pip:
-    """The virtual environment's pip. `log` collects everything it prints."""
+    """The virtual environment's pip. Its whole output goes to `log`."""
 
     def __init__(self, python: Path, log: Path) -> None:
         self.python = python
         self.log = log
 
     def run(self, args: Iterable[str], what: str) -> list[str]:
-        """Run pip; return its last lines. Raises SetupError 6, after showing those lines, when
-        it fails.
-        """
+        """Run pip; its last lines. If pip fails, prints those lines and raises SetupError 6."""
         code, tail = self.attempt(args)
         if code:
             print("\n".join(f"    {line}" for line in tail), file=sys.stderr)
@@ -75,9 +68,7 @@ class Pip:
     def attempt(
         self, args: Iterable[str], environ: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[int, list[str]]:
-        """Run pip with `environ` on top; return its exit status and its last lines without the
-        noise.
-        """
+        """Run pip with `environ` added; its exit status and its last lines without noise."""
         command = [str(self.python), "-m", "pip", *args]
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         with (
@@ -104,7 +95,7 @@ class Pip:
 
 
 def _show_step(line: str) -> None:
-    """On a terminal, keep one line that says what pip is at; an empty `line` wipes it."""
+    """On a terminal, show pip's current step on one line; an empty `line` clears it."""
     if not sys.stdout.isatty() or (line and not STEP.match(line)):
         return
     print("\r\033[K" + line.strip()[:76], end="", flush=True)

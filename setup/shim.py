@@ -1,7 +1,7 @@
-"""The metadata-only `vllm` wheel that lets vLLM find itself when its code came from vllm-cpu.
+"""The metadata-only `vllm` wheel, with which vLLM finds itself if its code came from vllm-cpu.
 
-vllm 0.32 platforms/__init__.py asks importlib.metadata for the version of "vllm" and takes "cpu" in
-it as the sign of a CPU build; vllm-cpu 0.32.0 ships metadata only under its own name.
+vllm 0.32 platforms/__init__.py asks importlib.metadata for the version of "vllm", and a "cpu" in it
+marks a CPU build. vllm-cpu 0.32.0 has metadata only under its own name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 METADATA_FILE = Path(__file__).parent / "vllm_cpu_shim" / "METADATA"
 WHEEL_TEXT = "Wheel-Version: 1.0\nGenerator: nibble\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-# Zip cannot say less; a fixed date makes equal input equal bytes.
+# The earliest date that zip can store. A fixed date gives equal bytes for equal input.
 ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def build(folder: Path, metadata_file: Path = METADATA_FILE) -> Path:
-    """Write the wheel into `folder` and return its path; the same METADATA gives the same bytes."""
+    """Write the wheel into `folder`; its path. The same METADATA gives the same bytes."""
     metadata = metadata_file.read_text(encoding="utf-8")
     headers = dict(re.findall(r"^(Name|Version): (\S+)$", metadata, re.MULTILINE))
     stem = f"{headers['Name']}-{headers['Version']}"

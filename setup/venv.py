@@ -1,4 +1,4 @@
-"""The virtual environment itself, and the stamp that says what is in it."""
+"""The virtual environment, and the stamp that records its contents."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def python_of(venv: Path) -> Path:
 
 
 def read_stamp(venv: Path) -> dict[str, str]:
-    """What the last run finished ("kind", "runtime", "patches", "kernels", "dev"); empty when
-    there is none to trust.
+    """What the last run finished ("kind", "runtime", "patches", "kernels", "dev"); empty without a
+    valid stamp.
     """
     try:
         stamp = json.loads((venv / STAMP).read_text())
@@ -30,8 +30,8 @@ def read_stamp(venv: Path) -> dict[str, str]:
 
 
 def write_stamp(venv: Path, stamp: dict[str, str]) -> None:
-    """Record a finished run; written beside and moved, so that an interruption leaves no half of
-    it.
+    """Record a finished run. The file is replaced atomically, so an interruption leaves no partial
+    stamp.
     """
     fresh = venv / f"{STAMP}.new"
     fresh.write_text(json.dumps(stamp, indent=1) + "\n")
@@ -39,12 +39,14 @@ def write_stamp(venv: Path, stamp: dict[str, str]) -> None:
 
 
 def is_ours(venv: Path) -> bool:
-    """False for a folder that is not a virtual environment: it must not be removed."""
+    """Whether the folder is absent, empty or a virtual environment. Any other folder must not be
+    removed.
+    """
     return not venv.exists() or (venv / "pyvenv.cfg").is_file() or not any(venv.iterdir())
 
 
 def make(venv: Path) -> None:
-    """A fresh virtual environment with pip in it, in place of whatever was there."""
+    """Create a new virtual environment with pip, replacing an existing one."""
     if not is_ours(venv):
         raise SetupError(
             5,
@@ -56,8 +58,8 @@ def make(venv: Path) -> None:
     shutil.rmtree(venv, ignore_errors=True)
     if _run(python, "-m", "venv", str(venv)) == 0:
         return
-    # Debian splits ensurepip off into python3-venv; an outside pip can put itself into an
-    # environment without it.
+    # Debian has ensurepip in a separate package, python3-venv. Without it, another pip can install
+    # itself into the environment.
     shutil.rmtree(venv, ignore_errors=True)
     if _run(python, "-m", "venv", "--without-pip", str(venv)) == 0 and (
         _run(python, "-m", "pip", "--python", str(python_of(venv)), "install", "--quiet", "pip")
@@ -73,8 +75,8 @@ def make(venv: Path) -> None:
 
 
 def _outside(venv: Path) -> str:
-    """This interpreter, or the one it is a copy of where it lies in `venv` itself (the Makefile
-    puts .venv/bin on the path).
+    """This interpreter; if it lies in `venv`, the interpreter that it was made from. The Makefile
+    puts .venv/bin on PATH.
     """
     if not Path(sys.executable).is_relative_to(venv.absolute()):
         return sys.executable

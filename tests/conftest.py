@@ -14,10 +14,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import changes
-import containers
 import pytest
-import serving
+
+from tests.support import changes
+from tests.support.docker import containers
+from tests.support.servers import serving
 
 # Cheap first: a mistake shows before anything is built. Then what has few or long groups, and short
 # ones last, so that both processes end together.
@@ -87,8 +88,8 @@ def _needs_engine(item: pytest.Item) -> bool:
 
 
 class Judge:
-    """Says why a test cannot run here. With CI=true a missing engine is no reason: those tests
-    then fail.
+    """Says why a test cannot run here. With CI=true, tests that need a Docker engine run, and fail
+    where none answers.
     """
 
     def __init__(self, config: pytest.Config) -> None:

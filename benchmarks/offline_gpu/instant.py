@@ -1,5 +1,5 @@
-"""pytest -p instant: a failure is printed when it happens; a step that is cut off would
-otherwise never say why.
+"""pytest -p instant: prints a failure when it happens. A step that reaches its time limit would
+otherwise not show why.
 """
 
 from __future__ import annotations

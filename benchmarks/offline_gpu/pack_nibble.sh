@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# pack_nibble.sh PARTS_DIR: nibble and its kernels, compiled here for SM90 against torch's stable ABI, as PARTS_DIR/nibble.tgz.
+# pack_nibble.sh PARTS_DIR: compile nibble's kernels for SM90 against torch's stable ABI, and pack them and nibble into PARTS_DIR/nibble.tgz.
 set -euo pipefail
 parts=$(realpath "$1")
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -23,7 +23,7 @@ PYTHON
 includes="-I src/nibble_kernels/include -I src -I src/nibble_kernels -I ${torch}/include -I ${torch}/include/torch/csrc/api/include -I ${headers}"
 # shellcheck disable=SC2016 # the inner shell's own parameters
 find src -name '*.cu' -print0 | xargs -0 -P "$(nproc)" -I{} sh -c 'nvcc $1 $2 -Xcompiler -fPIC -gencode=arch=compute_90a,code=sm_90a -c "$3" -o "$(echo "$3" | tr / _).o"' _ "${flags}" "${includes}" {}
-# The CPU's torch has no libtorch_cuda: a name alone is enough for the link.
+# The CPU's torch has no libtorch_cuda. An empty library of that name is enough to link.
 nvcc -shared -o "${scratch}/libtorch_cuda.so" -Xlinker -soname=libtorch_cuda.so -x cu /dev/null
 nvcc -shared -cudart shared -o "${scratch}/site/nibble_kernels/_cuda.abi3.so" ./*.o \
   -Xlinker --no-as-needed -L"${torch}/lib" -L"${scratch}" -lc10 -ltorch_cpu -ltorch_cuda -ltorch
@@ -31,7 +31,7 @@ cp "$("${python}" -c 'import nibble_kernels, pathlib; print(pathlib.Path(nibble_
 mkdir "${scratch}/nibble"
 git -C "${repo}" archive HEAD nibble pyproject.toml | tar -x -C "${scratch}/nibble"
 "${python}" -m pip install -q --no-deps --no-build-isolation --no-index --target "${scratch}/site" "${scratch}/nibble"
-rm -rf "${scratch}/site/nibble" # the tree itself is imported
+rm -rf "${scratch}/site/nibble" # the source tree is imported instead
 # For the network namespaces of cluster_two_gpus.py.
 if ip=$(command -v ip); then
   cp "${ip}" "${parts}/bin/"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# progress.sh SECONDS: wait so long, or until no lane runs, then show how far the lanes are; results are in $OUT.
+# progress.sh SECONDS: wait for SECONDS, or until all lanes have ended. Then show the last lines of the lanes and put the results into $OUT.
 end=$((SECONDS + $1))
 while ((SECONDS < end)) && pgrep -f "offline_gpu/run_[a-z_]+\.sh" >/dev/null; do sleep 1; done
 date +%T

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What gate and guard cost, and the guard's tests with a real server.
+# The cost of gate and request guard, and the guard's tests with a real server.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"

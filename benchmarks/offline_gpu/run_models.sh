@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Healthy models of many families against computed references, and drafts that take their target's embedding or head.
+# Healthy models of many families against computed references, and drafts that share their target's embedding or head.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"

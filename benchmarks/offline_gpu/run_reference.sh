@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Each fault of a model's structure against a computed reference, and starts that make and use one.
+# Each fault of a model's structure against a computed reference, and starts that compute and use one.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"

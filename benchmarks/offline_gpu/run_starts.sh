@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts of an 8B model's shape with and without a reference that is computed while it loads, and that computation by itself.
+# Starts of an 8B shape with and without computing a reference during the load, and that computation alone.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"

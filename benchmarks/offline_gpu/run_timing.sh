@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Figures and what needs a GPU for itself, one after the other, on the first GPU.
+# Measurements, and other steps that need a whole GPU, one after the other on the first GPU.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-# Half of the cores each: kernels that are compiled at a start would otherwise stretch the figures of the other lane.
+# Each lane has half of the cores. Otherwise compiling kernels at a start would slow the other lane's measurements.
 taskset -p -c "0-$(($(nproc) / 2 - 1))" $$
 export CUDA_VISIBLE_DEVICES=0
 step start_time 540 python3 benchmarks/start_time.py --later 1 --scratch /tmp --logs /tmp/R/start_logs --commit "${COMMIT}" \

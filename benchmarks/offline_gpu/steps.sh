@@ -1,4 +1,4 @@
-# Sourced by the lanes: `step NAME LIMIT_S COMMAND …`, its output in /tmp/R/NAME.log, its end in /tmp/R/steps.
+# Sourced by the lanes. `step NAME LIMIT_S COMMAND …` writes the output to /tmp/R/NAME.log and the exit code to /tmp/R/steps.
 # shellcheck shell=bash disable=SC1091,SC2034
 source /tmp/environ
 cd /tmp/repo || exit

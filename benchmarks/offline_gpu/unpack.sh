@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# unpack.sh PARTS_DIR SOURCES [LANE…]: unpack, check that everything loads, start the lanes in the background
+# unpack.sh PARTS_DIR SOURCES [LANE…]: unpack, check that everything loads, and start the lanes in the background
 # (default: timing tests two_gpus). Takes 20 s.
 set -euo pipefail
 parts=$1 sources=$2
@@ -9,11 +9,11 @@ mkdir -p /tmp/site /tmp/R /tmp/repo
 cat "${parts}"/p?? | LD_LIBRARY_PATH=${parts}/bin "${parts}/bin/zstd" -d --long=27 -c | tar -x -C /tmp/site
 tar -xzf "${parts}/nibble.tgz" -C /tmp/site
 tar -C "${sources}" --exclude=./.gpu -cf - . | tar -x -C /tmp/repo
-# Commands start with this machine's own Python.
+# Make the commands use this machine's Python.
 for command in nibble vllm ray; do
   [[ -e /tmp/site/bin/${command} ]] && sed -i "1s|.*|#!$(command -v python3)|" "/tmp/site/bin/${command}"
 done
-# By the loader and not by LD_LIBRARY_PATH, which would reach what `ip netns exec` starts.
+# Through the loader, because `ip netns exec` would pass LD_LIBRARY_PATH on to its command.
 printf '#!/bin/sh\nexec /lib64/ld-linux-x86-64.so.2 --library-path %s/bin %s/bin/ip "$@"\n' "${parts}" "${parts}" >/tmp/site/bin/ip
 chmod +x /tmp/site/bin/ip
 cat >/tmp/environ <<ENVIRON
@@ -27,10 +27,9 @@ python3 - <<'PYTHON'
 import importlib.metadata as m, sys, torch
 import nibble_kernels
 print(torch.__version__, m.version("vllm"), m.version("ray"), nibble_kernels.implementations(), torch.cuda.device_count(), "GPUs")
-# Tests look for a separate build: this is it.
-sys.path[:0] = ["tests/kernels", "tests/fixtures"]
-import pathlib, conftest
-folder = conftest.build_folder()
+# Tests look for a separate build; link the installed one there.
+from tests.support.kernels.kernel_build import build_folder
+folder = build_folder()
 folder.parent.mkdir(parents=True, exist_ok=True)
 folder.symlink_to("/tmp/site/nibble_here")
 PYTHON

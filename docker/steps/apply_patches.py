@@ -1,11 +1,12 @@
-"""Brings the vLLM in ROOT, a site-packages or an unpacked source archive, to patches/vllm/series;
-exit 6 where it cannot.
+"""Applies patches/vllm/series to the vLLM in ROOT, a site-packages or an unpacked source archive;
+exit code 6 if that fails.
 
-usage: PYTHONPATH=/patching apply_patches.py ROOT [SOURCE]    /patching holds patches/vllm and the modules of nibble it takes
-SOURCE: the patched source that ROOT's vLLM was compiled from. The Python files it patched are put
-back as released first, so
-that ROOT is patched, and recorded, as a wheel is.
-"""  # noqa: E501
+usage: PYTHONPATH=/patching apply_patches.py ROOT [SOURCE]
+
+/patching holds patches/vllm and the modules of nibble that apply it. SOURCE is the patched source
+that ROOT's vLLM was compiled from. Its patched Python files are first replaced by the released
+ones, so that ROOT is patched and recorded like a wheel.
+"""
 
 import compileall
 import shutil
@@ -25,7 +26,7 @@ def main(root: Path, source: Path | None = None) -> None:
     tree = open_tree(root)
     applied = apply_series(tree, series)
     if tree.layout == "wheel":
-        # pip compiled the files as released, and at run time site-packages is read-only.
+        # pip compiled the released files, and at run time site-packages is read-only.
         for path in sorted(
             {path for patch in series.patches for path in patch.paths if tree.has(path)}
         ):

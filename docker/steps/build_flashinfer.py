@@ -1,12 +1,12 @@
-"""Stage `flashinfer`: FlashInfer's sampling kernels, compiled for a target's GPUs into the
-installed package.
+"""Stage `flashinfer`: compiles FlashInfer's sampling kernels for a target's GPUs into the installed
+package.
 
-usage: build_flashinfer.py TARGET [FOLDER]      (FOLDER: in place of the package's data/aot)
+usage: build_flashinfer.py TARGET [FOLDER] (FOLDER replaces the package's data/aot)
 
-vLLM asks for them in the last warm-up of every start on a GPU, where a first start waited a minute
-for nvcc (an H200's log is in tests/unit/data); FlashInfer looks into data/aot before it starts a
-compiler (flashinfer 0.7.0.post1 jit/env.py:269). The architectures are the target's capabilities;
-FlashInfer adds their suffixes, as it does with a GPU before it.
+vLLM uses them in the last warm-up of every start on a GPU. Without this stage a first start waits a
+minute for nvcc (an H200's log is in tests/unit/data). FlashInfer looks into data/aot before it
+starts a compiler (flashinfer 0.7.0.post1 jit/env.py:269). The architectures are the target's
+capabilities; FlashInfer adds their suffixes, as it does for a GPU.
 """
 
 import os
@@ -17,7 +17,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-# cuRAND's headers as torch's wheels bring them, for a base whose toolkit has none.
+# cuRAND's headers from torch's wheels, for a base image whose toolkit has none.
 HEADERS = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include"
 
 
@@ -32,13 +32,10 @@ def main(target: str, folder: Path | None) -> None:
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(data["capabilities"])
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["FLASHINFER_WORKSPACE_BASE"] = scratch
-        # Both variables are read when it is imported.
-        from flashinfer.jit import env  # pyright: ignore[reportMissingImports]
-        from flashinfer.jit.sampling import (
-            gen_sampling_module,
-        )  # pyright: ignore[reportMissingImports]
+        # FlashInfer reads both variables when it is imported.
+        from flashinfer.jit import env, sampling  # pyright: ignore[reportMissingImports]
 
-        module = gen_sampling_module()
+        module = sampling.gen_sampling_module()
         try:
             module.build()
         except RuntimeError as error:

@@ -2,7 +2,7 @@
 # Stage `vllm-source`: compiles /build/vllm for one target and installs it with its locked dependencies in /opt/venv.
 # usage: build_vllm_source.sh TARGET; env: VLLM_VERSION, TORCH_VERSION, TORCH_INDEX, MAX_JOBS, NVCC_THREADS
 # Needs the network to github.com: vLLM's CMake clones CUTLASS, flash-attention, DeepGEMM and others at configure time
-# (vllm 0.32 cmake/external_projects/*.cmake; oneDNN for the CPU). The clones are kept in a cache mount.
+# (vllm 0.32 cmake/external_projects/*.cmake; oneDNN for the CPU). A cache mount keeps the clones.
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$0")/common.sh"
 target=$1
@@ -30,11 +30,11 @@ lock_without /vllm.lock "${built_here[@]}" >/tmp/dependencies.txt
 rm /tmp/dependencies.txt
 
 export PATH="/opt/venv/bin:${PATH}" CMAKE_BUILD_TYPE=Release CCACHE_DIR=/cache/ccache
-# One mount for all targets: the clones are the same; only the objects differ, and those are ccache's.
+# One mount for all targets: the clones are equal. Only the objects differ, and ccache keeps those.
 export FETCHCONTENT_BASE_DIR=/cache/vllm-deps
-# DeepGEMM's extension for this interpreter only (vllm 0.32 tools/setup_deepgemm_pythons.sh wants one of each).
+# DeepGEMM's extension only for this interpreter (vllm 0.32 tools/setup_deepgemm_pythons.sh expects several).
 export DEEPGEMM_PYTHON_INTERPRETERS=/opt/venv/bin/python
-# Without cargo the optional Rust front end is left out: VLLM_USE_RUST_FRONTEND=1 needs the wheel (setup.py:1679).
+# Without cargo the build omits the optional Rust front end: VLLM_USE_RUST_FRONTEND=1 needs the wheel (setup.py:1679).
 export MAX_JOBS="${MAX_JOBS:-$(nproc)}" NVCC_THREADS="${NVCC_THREADS:-1}"
 /opt/venv/bin/pip install --no-deps --no-build-isolation /build/vllm
 PYTHONPATH=/patching /opt/venv/bin/python "$(dirname "$0")/apply_patches.py" /opt/venv/lib/python3*/site-packages /build/vllm

@@ -1,25 +1,25 @@
 # shellcheck shell=bash
-# Sourced by every step: strict mode, the build's secrets, apt and pip as a build wants them.
+# Sourced by every step: strict mode, the build's secrets, settings of apt and pip.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 
-# A network with its own certificate authority gives its bundle as the secret `ca`; it never enters a layer.
+# The secret `ca` is the bundle of a private certificate authority. It never enters a layer.
 if [[ -r /run/secrets/ca ]]; then
   export SSL_CERT_FILE=/run/secrets/ca PIP_CERT=/run/secrets/ca REQUESTS_CA_BUNDLE=/run/secrets/ca
   export CURL_CA_BUNDLE=/run/secrets/ca GIT_SSL_CAINFO=/run/secrets/ca
 fi
-# A private package index, possibly with a password in its address, comes as a pip.conf in the secret `pip`:
-# build arguments would show in `docker history` and in provenance attestations.
+# The secret `pip` is a pip.conf for a private package index, possibly with a password in its address.
+# Build arguments would show in `docker history` and in provenance attestations.
 if [[ -r /run/secrets/pip ]]; then
   export PIP_CONFIG_FILE=/run/secrets/pip
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_DEFAULT_TIMEOUT=120 PIP_ROOT_USER_ACTION=ignore
-# Wheels given to the build (build.sh: NIBBLE_BUILD_WHEELS) are looked at before any index.
+# pip prefers wheels given to the build (build.sh: NIBBLE_BUILD_WHEELS) to every index.
 if compgen -G "/wheels/*.whl" >/dev/null; then
   export PIP_FIND_LINKS=/wheels
 fi
 
-# /var/cache/apt and /var/lib/apt are cache mounts, so nothing is cleaned up after an install.
+# /var/cache/apt and /var/lib/apt are cache mounts, so an install needs no cleanup.
 apt_install() {
   rm -f /etc/apt/apt.conf.d/docker-clean
   local options=(-o "Acquire::Retries=3" -o "APT::Install-Recommends=false" -o "Dpkg::Use-Pty=0")

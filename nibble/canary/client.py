@@ -15,17 +15,19 @@ from nibble.engine.api import Api
 from nibble.reference.prompts import NO_THINKING
 
 Messages = Sequence[Mapping[str, str]]
-# Reasoning models answer at once where their template knows one of these; others ignore them.
+# NO_THINKING's variables of the chat template switch reasoning off. Other templates ignore them.
 KWARGS = "chat_template_kwargs"
-# A model's generation_config.json may have others, and the greedy token is then not the likeliest
-# one.
+# The model's generation_config.json may set other values, and a penalty changes which token is
+# the most probable one.
 PLAIN = {"temperature": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated text. `logprobs` of its tokens; `best` and `runner_up` of the two likeliest at
-    each place.
+    """A generated text and its tokens. All log-probs are in nats.
+
+    logprobs: of each generated token; best, runner_up: of the two most probable tokens at each
+    position.
     """
 
     text: str
@@ -37,8 +39,9 @@ class Answer:
 
 
 class Asker:
-    """Asks `model` until `budget_s` is over; then every question is NotCompared. OSError where
-    the server goes away.
+    """Sends the canary's requests to `model` for at most `budget_s` seconds.
+
+    Later requests raise NotCompared. A server that closes the connection raises OSError.
     """
 
     def __init__(self, api: Api, model: str, budget_s: float) -> None:
@@ -46,61 +49,52 @@ class Asker:
         self._until = time.monotonic() + budget_s
 
     def warm_up(self) -> None:
-        """Everything once: vLLM compiles what log-probs need when they are first asked for. A
-        refusal is for later.
+        """Send each kind of request once: vLLM compiles the code for log-probs at the first use.
+
+        Ignores refusals; the mechanisms report them.
         """
         with contextlib.suppress(Broken, NotCompared, KeyError, IndexError, TypeError, ValueError):
             self.score(self.answer("Hello", 2, ignore_eos=True).ids)
 
     def answer(self, prompt: str | Messages | Sequence[int], tokens: int, **more: Any) -> Answer:
-        """The greedy answer to a text, a conversation or token ids; `more` goes into the
-        request.
+        """The greedy answer of at most `tokens` tokens to a text, a conversation or token ids.
+
+        `more`: further fields of the request.
         """
         body = {"max_tokens": tokens, "return_token_ids": True, **PLAIN, **more}
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             choice, ids = self._choice("/v1/completions", body | {"prompt": prompt, "logprobs": 2})
-            found = choice["logprobs"]
-            pairs = list(zip(found["token_logprobs"], found["top_logprobs"], strict=True))
-            tops = [sorted(top.values(), reverse=True) for _, top in pairs]
-            own = [number(value) for value, _ in pairs]
-            return _answer(
-                choice["text"], ids or choice["prompt_token_ids"], choice["token_ids"], own, tops
-            )
-        request = body | {
-            "messages": prompt,
-            "logprobs": True,
-            "top_logprobs": 2,
-            KWARGS: NO_THINKING,
-        }
-        choice, ids = self._choice("/v1/chat/completions", request)
+            logprobs = choice["logprobs"]
+            tops = [sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"]]
+            chosen = [number(value) for value in logprobs["token_logprobs"]]
+            prompt_ids = ids or choice["prompt_token_ids"]
+            return _answer(choice["text"], prompt_ids, choice["token_ids"], chosen, tops)
+        chat = {"messages": prompt, "logprobs": True, "top_logprobs": 2, KWARGS: NO_THINKING}
+        choice, ids = self._choice("/v1/chat/completions", body | chat)
         content = choice["logprobs"]["content"]
         tops = [
-            sorted((top["logprob"] for top in one["top_logprobs"]), reverse=True) for one in content
+            sorted((top["logprob"] for top in token["top_logprobs"]), reverse=True)
+            for token in content
         ]
-        own = [number(one["logprob"]) for one in content]
-        return _answer(choice["message"]["content"] or "", ids, choice["token_ids"], own, tops)
+        chosen = [number(token["logprob"]) for token in content]
+        return _answer(choice["message"]["content"] or "", ids, choice["token_ids"], chosen, tops)
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-prob of each token after the first, computed as a prompt: without drafting, and
-        without the prefix cache.
+        """The log-prob of each token after the first in nats, when `ids` are a prompt.
+
+        vLLM scores a prompt without drafting and without the prefix cache.
         """
         body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         choice, _ = self._choice("/v1/completions", body)
-        found = choice["prompt_logprobs"][1:]
+        scores = choice["prompt_logprobs"][1:]  # the first token has none
         return [
-            number(place[str(token)]["logprob"])
-            for place, token in zip(found, ids[1:], strict=True)
+            number(by_token[str(token)]["logprob"])
+            for by_token, token in zip(scores, ids[1:], strict=True)
         ]
 
     def chat(self, messages: Messages, tokens: int, **more: Any) -> dict[str, Any]:
-        """The message of a greedy chat answer."""
-        body = {
-            "messages": messages,
-            "max_tokens": tokens,
-            KWARGS: NO_THINKING,
-            **PLAIN,
-            **more,
-        }
+        """The message of a greedy chat answer of at most `tokens` tokens."""
+        body = {"messages": messages, "max_tokens": tokens, KWARGS: NO_THINKING, **PLAIN, **more}
         return self._choice("/v1/chat/completions", body)[0]["message"]
 
     def has_chat(self) -> bool:
@@ -116,7 +110,7 @@ class Asker:
         return status == 200
 
     def metrics(self) -> str:
-        """What /metrics says."""
+        """The text of /metrics."""
         status, text = self._call("/metrics", None)
         if status != 200:
             raise _refused("/metrics", status, text)
@@ -124,12 +118,10 @@ class Asker:
 
     def _choice(self, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         status, text = self._call(path, {"model": self.model, **body})
-        if (
-            status == 400 and KWARGS in body
-        ):  # Mistral's tokenizers take none (vllm 0.32 tokenizers/mistral.py:147)
-            return self._choice(
-                path, {name: value for name, value in body.items() if name != KWARGS}
-            )
+        # Mistral's tokenizers refuse the field (vllm 0.32 tokenizers/mistral.py:147).
+        if status == 400 and KWARGS in body:
+            without = {name: value for name, value in body.items() if name != KWARGS}
+            return self._choice(path, without)
         if status != 200:
             raise _refused(path, status, text)
         answer = json.loads(text)
@@ -149,11 +141,16 @@ class Asker:
 
 
 def _answer(
-    text: str, prompt: Sequence[int], ids: Sequence[int], own: list[float], tops: list[list[float]]
+    text: str,
+    prompt_ids: Sequence[int],
+    ids: Sequence[int],
+    chosen: list[float],
+    tops: list[list[float]],
 ) -> Answer:
+    """`chosen`: log-probs of `ids`; `tops`: the highest log-probs at each position, sorted."""
     best = tuple(number(top[0]) for top in tops)
     second = tuple(number(top[1]) if len(top) > 1 else -math.inf for top in tops)
-    return Answer(text, tuple(prompt), tuple(ids), tuple(own), best, second)
+    return Answer(text, tuple(prompt_ids), tuple(ids), tuple(chosen), best, second)
 
 
 def _refused(path: str, status: int, text: bytes) -> Broken | NotCompared:
@@ -162,5 +159,5 @@ def _refused(path: str, status: int, text: bytes) -> Broken | NotCompared:
 
 
 def number(value: Any) -> float:
-    """A log-prob as a number; what is none (null, as JSON has no NaN) is NaN."""
+    """A log-prob of a JSON answer. vLLM sends null for NaN, which JSON does not have."""
     return float(value) if isinstance(value, int | float) else math.nan

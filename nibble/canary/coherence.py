@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nibble.canary.client import Asker
@@ -29,8 +30,9 @@ TOOL = {
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, in a chat or as the beginning of a text where there is no chat template,
-    and what is right.
+    """A question with a predicate for correct answers.
+
+    chat: the user's message; text: a text to continue, for a model without a chat template.
     """
 
     name: str
@@ -40,9 +42,9 @@ class Question:
 
 
 def _is_person(answer: str) -> bool:
-    found = re.search(r"\{[^{}]*\}", answer)
+    match = re.search(r"\{[^{}]*\}", answer)
     try:
-        person = json.loads(found[0]) if found else {}
+        person = json.loads(match[0]) if match else {}
     except ValueError:
         return False
     return (
@@ -75,26 +77,25 @@ QUESTIONS = (
 
 
 def check_coherence(asker: Asker, tools: bool) -> Finding:
-    """Failed where no answer is right: a small or base model may miss one, a broken one misses
-    all.
+    """Ask all questions at once. Fails only if every answer is wrong.
+
+    A small model or a base model may get one wrong; a broken model gets all wrong.
     """
     has_chat = asker.has_chat()
-    asked = [*QUESTIONS, None] if tools and has_chat else list(QUESTIONS)
-    with ThreadPoolExecutor(len(asked)) as pool:
-        found = list(
-            pool.map(
-                lambda one: _tool_call(asker) if one is None else _ask(asker, one, has_chat), asked
-            )
-        )
-    wrong = [f"{name} ({answer!r})" for name, answer, right in found if not right]
-    names = ", ".join(name for name, _, _ in found)
-    if len(wrong) == len(found):
+    checks = [partial(_ask, asker, question, has_chat) for question in QUESTIONS]
+    if tools and has_chat:
+        checks.append(partial(_tool_call, asker))
+    with ThreadPoolExecutor(len(checks)) as pool:
+        answers = list(pool.map(lambda check: check(), checks))
+    wrong = [f"{name} ({answer!r})" for name, answer, right in answers if not right]
+    names = ", ".join(name for name, _, _ in answers)
+    if len(wrong) == len(answers):
         return Finding("coherence", "failed", f"no answer is right: {', '.join(wrong)}")
     return Finding("coherence", "passed", names, f"wrong: {', '.join(wrong)}" if wrong else "")
 
 
 def _ask(asker: Asker, question: Question, has_chat: bool) -> tuple[str, str, bool]:
-    """Name, what was answered, shortened, and whether it is right."""
+    """(name of the question, beginning of the answer, whether it is right)."""
     if has_chat:
         message = asker.chat([{"role": "user", "content": question.chat}], TOKENS)
         answer = "\n".join(
@@ -109,11 +110,11 @@ def _tool_call(asker: Asker) -> tuple[str, str, bool]:
     question = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]
     message = asker.chat(question, TOKENS, tools=[TOOL], tool_choice="auto")
     calls: list[Any] = message.get("tool_calls") or []
-    told = json.dumps(calls[0]["function"]) if calls else str(message.get("content"))
+    answer = json.dumps(calls[0]["function"]) if calls else str(message.get("content"))
     try:
         right = calls[0]["function"]["name"] == "get_weather" and "city" in json.loads(
             calls[0]["function"]["arguments"]
         )
     except (IndexError, ValueError, TypeError):
         right = False
-    return "tool call", " ".join(told.split())[:60], right
+    return "tool call", " ".join(answer.split())[:60], right

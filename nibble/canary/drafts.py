@@ -1,4 +1,4 @@
-"""Speculative decoding: how many drafts are accepted, and whether the text stays the model's."""
+"""Speculative decoding: checks how many drafts the model accepts and that the text is unchanged."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from nibble.canary.consistency import MEAN_LIMIT, PROMPT, mean_difference, not_g
 from nibble.canary.finding import Finding, NotCompared
 
 TOKENS = 64
-ENOUGH = 16  # drafted tokens, of which a sound draft has some accepted
+ENOUGH = 16  # drafted tokens; of so many, a model accepts some from a working draft model
 _COUNTERS = {
     name: f"vllm:spec_decode_num_{name}_total" for name in ("draft_tokens", "accepted_tokens")
 }
 
 
 def check_drafts(asker: Asker, floor: float | None) -> Finding:
-    """`floor` is the share of drafted tokens that has to be accepted (recipe); without one, some
-    have to be.
+    """Generate with drafts and score the tokens again without.
+
+    floor: the recipe's min_acceptance, the share of drafted tokens that the model has to accept.
+    None: a draft model without any accepted token is a warning.
     """
     before = counters(asker)
     answer = asker.answer(PROMPT, TOKENS, ignore_eos=True)
@@ -28,11 +30,8 @@ def check_drafts(asker: Asker, floor: float | None) -> Finding:
         " without drafts"
     )
     if (problem := not_greedy(answer)) or not mean <= MEAN_LIMIT:
-        return Finding(
-            "drafts",
-            "failed",
-            f"{detail}{'; ' + problem if problem else f', at most {MEAN_LIMIT} is rounding'}",
-        )
+        why = f"; {problem}" if problem else f", at most {MEAN_LIMIT} is rounding"
+        return Finding("drafts", "failed", f"{detail}{why}")
     if drafted < ENOUGH:
         return Finding("drafts", "not compared", f"only {drafted:.0f} tokens were drafted")
     if floor is not None and accepted < floor * drafted:
@@ -42,10 +41,10 @@ def check_drafts(asker: Asker, floor: float | None) -> Finding:
 
 
 def counters(asker: Asker) -> dict[str, float]:
-    """Drafted and accepted tokens of all engines so far."""
+    """Drafted and accepted tokens of all engines since the start. Raises NotCompared."""
     from nibble.engine.metrics import totals
 
-    found = totals(asker.metrics(), _COUNTERS.values())
-    if len(found) < len(_COUNTERS):
+    values = totals(asker.metrics(), _COUNTERS.values())
+    if len(values) < len(_COUNTERS):
         raise NotCompared("/metrics has no counters of drafted tokens")
-    return {name: found[sample] for name, sample in _COUNTERS.items()}
+    return {name: values[metric] for name, metric in _COUNTERS.items()}

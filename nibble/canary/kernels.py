@@ -1,7 +1,8 @@
-"""Compares the kernels that ran with those that the plan expects. Pure: reports to deviations.
+"""Compares the kernels that ran with those that the plan expects. Pure: reports in, deviations out.
 
-An expectation comes from the user or a rule, else from the recipe, else from the target's table
-`[expected]`. A part without an expectation may use any kernel except a slow fallback.
+An expectation comes from a flag (set by the user or by a rule), else from the recipe, else from the
+target's table `[expected]`. A part without an expectation may use any kernel except a slow
+fallback.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from nibble.recipes.rules import in_effect
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-# Flag that asks for a kernel -> part of a worker's report.
+# Flag that selects a kernel -> part of a worker's report.
 BACKEND_FLAGS: Mapping[str, str] = {
     "--linear-backend": "linear",
     "--moe-backend": "moe",
     "--attention-backend": "attention",
 }
-# In the names vLLM 0.32 gives its fallbacks: EmulationNvFp4LinearKernel, NvFp4MoeBackend.EMULATION,
-# FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
+# Parts of the names of vLLM 0.32's fallbacks: EmulationNvFp4LinearKernel,
+# NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
 OUR_KERNELS = {"linear": (GPU_LINEAR,), "moe": GPU_EXPERTS}
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
@@ -37,10 +38,10 @@ STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
 @dataclass(frozen=True)
 class Expectation:
-    """What may run for a part of a worker's report (KernelsUsed), and who says so.
+    """The kernels that are allowed for a part of a worker's report (contract.KernelsUsed).
 
-    Names are compared without case and punctuation and may be the beginning of what is found, so
-    that `marlin` is MarlinNvFp4LinearKernel. Nothing allowed: anything that is not slow.
+    allowed: prefixes of names, without regard to case and punctuation: `marlin` allows
+    MarlinNvFp4LinearKernel. Empty: any kernel except a slow fallback. source: where it comes from.
     """
 
     part: str
@@ -58,17 +59,18 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Deviation:
-    """What ran in place of what was expected."""
+    """A part that ran another kernel than expected."""
 
     part: str
     found: str
     expected: str
 
     def line(self) -> str:
+        """For /status."""
         return f"{self.part}: {self.found} ran, expected {self.expected}"
 
     def error(self, action: str = "") -> NibbleError:
-        """The end of a start."""
+        """The error that ends the start; `action` comes before the general advice."""
         what = f"the kernels differ from the plan: {self.part}: {self.found}"
         advice = f"{action}; " if action else ""
         return NibbleError(
@@ -77,32 +79,33 @@ class Deviation:
 
 
 def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, ...]:
-    """For every part, in the order in which deviations are told. `environ` is the user's, which
-    vLLM sees too.
+    """One expectation per part, in the order in which deviations are reported.
+
+    `environ`: the user's environment, which vLLM sees too.
     """
-    asked = values_of(plan.args)
+    flags = values_of(plan.args)
     variables = {name: str(choice.value) for name, choice in plan.env.items()} | dict(environ)
-    found = {
-        part: _backend(part, flag, plan, asked, variables) for flag, part in BACKEND_FLAGS.items()
-    }
+    backends = [
+        _backend(part, flag, plan, flags, variables) for flag, part in BACKEND_FLAGS.items()
+    ]
     sampler = plan.target.expected.get("sampler", ())
-    if SAMPLER_SWITCH in variables or "--logprobs-mode" in asked:
+    if SAMPLER_SWITCH in variables or "--logprobs-mode" in flags:
         sampler = ()  # vLLM 0.32 v1/sample/ops/topk_topp_sampler.py:95, :224
     return (
-        *found.values(),
-        _kv_cache(plan, asked),
-        _graphs(plan, asked),
-        _compilation(plan, asked),
+        *backends,
+        _kv_cache(plan, flags),
+        _graphs(plan, flags),
+        _compilation(plan, flags),
         Expectation("sampler", tuple(sampler), f"target {plan.target.name}"),
     )
 
 
 def _backend(
-    part: str, flag: str, plan: Plan, asked: Mapping[str, Any], variables: Mapping[str, str]
+    part: str, flag: str, plan: Plan, flags: Mapping[str, Any], variables: Mapping[str, str]
 ) -> Expectation:
-    if part in OUR_KERNELS and plugin_options(asked).get(f"{part}_kernel") == "nibble":
+    if part in OUR_KERNELS and plugin_options(flags).get(f"{part}_kernel") == "nibble":
         return Expectation(part, OUR_KERNELS[part], f"{part}_kernel of --additional-config")
-    value = in_effect(flag, asked)
+    value = in_effect(flag, flags)
     if value not in ("", "auto"):
         choice = plan.args.get(flag)
         return Expectation(part, (value,), f"{flag} ({choice.source})" if choice else flag)
@@ -115,8 +118,8 @@ def _backend(
     )
 
 
-def _kv_cache(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
-    value = str(asked.get("--kv-cache-dtype", "auto"))
+def _kv_cache(plan: Plan, flags: Mapping[str, Any]) -> Expectation:
+    value = str(flags.get("--kv-cache-dtype", "auto"))
     if value != "auto":
         return Expectation(
             "kv_cache_dtype", (value,), f"--kv-cache-dtype ({plan.args['--kv-cache-dtype'].source})"
@@ -127,135 +130,135 @@ def _kv_cache(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
     )
 
 
-def _is_eager(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    return asked.get("--enforce-eager") is True or plan.settings.debug
+def _is_eager(plan: Plan, flags: Mapping[str, Any]) -> bool:
+    return flags.get("--enforce-eager") is True or plan.settings.debug
 
 
-def _compilation_config(asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = asked.get("--compilation-config")
+def _compilation_config(flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = flags.get("--compilation-config")
     return config if isinstance(config, Mapping) else {}
 
 
-def _graphs(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
+def _graphs(plan: Plan, flags: Mapping[str, Any]) -> Expectation:
     if plan.target.device == "cpu":
         return Expectation("cudagraph_mode", ("NONE",), "the CPU has no CUDA graphs")
-    if _is_eager(plan, asked):
+    if _is_eager(plan, flags):
         return Expectation("cudagraph_mode", ("NONE",), "eager mode is set")
-    mode = _compilation_config(asked).get("cudagraph_mode")
-    if not mode and _level(asked) == "0":  # vllm 0.32 config/vllm.py:261
+    mode = _compilation_config(flags).get("cudagraph_mode")
+    if not mode and _optimization_level(flags) == "0":  # vllm 0.32 config/vllm.py:261
         return Expectation("cudagraph_mode", ("NONE",), "--optimization-level 0")
     return Expectation(
         "cudagraph_mode", (str(mode),) if mode else (), "--compilation-config" if mode else ""
     )
 
 
-def _compilation(plan: Plan, asked: Mapping[str, Any]) -> Expectation:
-    if _is_eager(plan, asked):
+def _compilation(plan: Plan, flags: Mapping[str, Any]) -> Expectation:
+    if _is_eager(plan, flags):
         return Expectation("compilation_mode", ("NONE",), "eager mode is set")
-    if "mode" in _compilation_config(asked):
+    if "mode" in _compilation_config(flags):
         return Expectation("compilation_mode", ("any",), "--compilation-config")
-    if _level(asked) == "0":
+    if _optimization_level(flags) == "0":
         return Expectation("compilation_mode", ("NONE",), "--optimization-level 0")
     return Expectation("compilation_mode")
 
 
-def _level(asked: Mapping[str, Any]) -> str:
-    return str(asked.get("--optimization-level", ""))
+def _optimization_level(flags: Mapping[str, Any]) -> str:
+    return str(flags.get("--optimization-level", ""))
 
 
 def deviations(
     expected: Sequence[Expectation], reports: Iterable[Mapping[str, Any]]
 ) -> tuple[Deviation, ...]:
-    """What is not as expected on any worker, each told once. `reports` are their `ran`."""
-    found = [one for ran in reports for want in expected for one in _compare(want, ran)]
-    found += [one for ran in reports if ran["device"] != "cpu" for one in _plain_torch(ran)]
-    return tuple(dict.fromkeys(found))
+    """The deviations of all workers without duplicates. `reports`: each worker's `ran`."""
+    differing = [each for ran in reports for want in expected for each in _compare(want, ran)]
+    differing += [each for ran in reports if ran["device"] != "cpu" for each in _plain_torch(ran)]
+    return tuple(dict.fromkeys(differing))
 
 
 def plain_torch_on_the_cpu(reports: Iterable[Mapping[str, Any]]) -> str:
-    """The warning that nothing is compiled, on the CPU: numbers are right, and no more is to be
-    had without a compiler.
+    """The warning that nibble's kernels are not compiled on the CPU, or "".
+
+    Not an error: the results are correct, and compiled kernels need a compiler on the machine.
     """
-    found = [one for ran in reports if ran["device"] == "cpu" for one in _plain_torch(ran)]
-    return (
-        f"{found[0].part} are {found[0].found}, much slower than {found[0].expected}"
-        if found
-        else ""
-    )
+    slow = [each for ran in reports if ran["device"] == "cpu" for each in _plain_torch(ran)]
+    if not slow:
+        return ""
+    return f"{slow[0].part} are {slow[0].found}, much slower than {slow[0].expected}"
 
 
 def _compare(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
     if want.part in ("linear", "moe"):
-        yield from (d for found in ran[want.part] for d in _kernel(want, found))
+        for reported in ran[want.part]:
+            yield from _kernel(want, reported)
     elif want.part == "attention":
         yield from _attention(want, list(ran["attention"]))
     elif want.part == "kv_cache_dtype":
         yield from _cache_format(want, ran)
     elif want.part == "sampler":
         if want.allowed and not _fits(ran["sampler"], want.allowed):
-            yield Deviation("sampler", ran["sampler"], _told(want))
+            yield Deviation("sampler", ran["sampler"], _allowed(want))
     else:
         yield from _mode(want, ran)
 
 
-def _kernel(want: Expectation, found: str) -> Iterator[Deviation]:
-    """`found` is "nvfp4: HUMMING HummingExperts": a scheme, and names of which one has to fit."""
-    scheme, _, names = found.partition(": ")
+def _kernel(want: Expectation, reported: str) -> Iterator[Deviation]:
+    """`reported`: such as "nvfp4: HUMMING HummingExperts", a scheme and the kernel's names.
+
+    One of the names has to be allowed.
+    """
+    scheme, _, names = reported.partition(": ")
     fits = any(_fits(name, want.allowed) for name in names.split())
     is_slow = any(word in _plain(names) for word in SLOW)
     if is_slow and not fits:
         yield Deviation(
             f"{scheme} {want.part} layers",
             names,
-            _told(want) if want.allowed else "no slow fallback",
+            _allowed(want) if want.allowed else "no slow fallback",
         )
     elif scheme == "nvfp4" and want.allowed and not fits:
-        yield Deviation(f"{scheme} {want.part} layers", names, _told(want))
+        yield Deviation(f"{scheme} {want.part} layers", names, _allowed(want))
 
 
-def _attention(want: Expectation, found: list[str]) -> Iterator[Deviation]:
-    """Hybrid models have other backends beside the expected one."""
-    if want.allowed and found and not any(_fits(name, want.allowed) for name in found):
-        yield Deviation("attention", ", ".join(found), _told(want))
-    for name in found:
+def _attention(want: Expectation, backends: list[str]) -> Iterator[Deviation]:
+    """One of the backends has to be allowed: hybrid models use several."""
+    if want.allowed and backends and not any(_fits(name, want.allowed) for name in backends):
+        yield Deviation("attention", ", ".join(backends), _allowed(want))
+    for name in backends:
         if any(word in _plain(name) for word in SLOW) and not _fits(name, want.allowed):
             yield Deviation("attention", name, "no slow fallback")
 
 
 def _cache_format(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
-    """Some layers may keep the model's type (skipped layers, a draft); one has to have what was
-    asked for.
+    """At least one layer has to use the expected format.
+
+    The others may keep the model's dtype, as skipped layers and draft models do.
     """
-    model, found = ran["model_dtype"], ran["kv_cache_dtype"]
+    model, formats = ran["model_dtype"], ran["kv_cache_dtype"]
     allowed = tuple(model if name in ("model_dtype", "auto") else name for name in want.allowed)
-    others = [name for name in found if not _fits(name, allowed) and name != model]
-    if others or (found and not any(_fits(name, allowed) for name in found)):
+    others = [name for name in formats if not _fits(name, allowed) and name != model]
+    if others or (formats and not any(_fits(name, allowed) for name in formats)):
         yield Deviation(
-            "KV cache", ", ".join(others or found), f"{' or '.join(allowed)} ({want.source})"
+            "KV cache", ", ".join(others or formats), f"{' or '.join(allowed)} ({want.source})"
         )
 
 
 def _mode(want: Expectation, ran: Mapping[str, Any]) -> Iterator[Deviation]:
-    part, found = (
-        want.part.replace("_", " ").replace("cudagraph", "CUDA graph"),
-        str(ran[want.part]),
-    )
+    part = want.part.replace("_", " ").replace("cudagraph", "CUDA graph")
+    mode = str(ran[want.part])
     if want.allowed == ("any",):
         return
-    if want.allowed and not _fits(found, want.allowed):
-        yield Deviation(part, found, _told(want))
-    elif not want.allowed and found == "NONE":
+    if want.allowed and not _fits(mode, want.allowed):
+        yield Deviation(part, mode, _allowed(want))
+    elif not want.allowed and mode == "NONE":
         yield Deviation(part, "NONE (eager)", "graphs, because eager mode is not set")
-    elif want.part == "cudagraph_mode" and found != "NONE" and not ran["cudagraphs_captured"]:
-        yield Deviation("CUDA graphs", f"none captured in mode {found}", "at least one")
+    elif want.part == "cudagraph_mode" and mode != "NONE" and not ran["cudagraphs_captured"]:
+        yield Deviation("CUDA graphs", f"none captured in mode {mode}", "at least one")
 
 
 def _plain_torch(ran: Mapping[str, Any]) -> Iterator[Deviation]:
-    """nibble's kernels where nothing compiled is installed: the plain torch code computes, and
-    is slow.
-    """
+    """nibble's kernels without a compiled library: the slow torch code computes."""
     state = ran["operators"].get(ran["device"], "compiled")
-    names = [name for part in ("linear", "moe") for found in ran[part] for name in found.split()]
+    names = [name for part in ("linear", "moe") for layers in ran[part] for name in layers.split()]
     if state != "compiled" and any(name in OUR_CLASSES for name in names):
         yield Deviation(
             "nibble's kernels",
@@ -264,14 +267,14 @@ def _plain_torch(ran: Mapping[str, Any]) -> Iterator[Deviation]:
         )
 
 
-def _fits(found: str, allowed: Sequence[str]) -> bool:
-    """Whether a name begins with one that is allowed; vLLM's own kernels may have `VLLM_` in
-    front.
+def _fits(name: str, allowed: Sequence[str]) -> bool:
+    """Whether `name` begins with an allowed prefix. Names of vLLM's kernels may begin with
+    `VLLM_`.
     """
-    plain = _plain(found)
+    plain = _plain(name)
     return any(
-        plain.startswith(_plain(name)) or plain.removeprefix("vllm").startswith(_plain(name))
-        for name in allowed
+        plain.startswith(_plain(prefix)) or plain.removeprefix("vllm").startswith(_plain(prefix))
+        for prefix in allowed
     )
 
 
@@ -279,5 +282,5 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _told(want: Expectation) -> str:
+def _allowed(want: Expectation) -> str:
     return f"{' or '.join(want.allowed)} ({want.source})"

@@ -1,4 +1,4 @@
-"""The workers' comparisons of their layers with reference.py, judged."""
+"""Checks the workers' comparisons of their quantized layers with reference.py."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from nibble.engine.contract import formats_of
 
 
 def activations_of(reports: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """In which formats the NVFP4 layers that are right take their activations: `fp4`, or `bf16`
-    by kernels for weights alone.
+    """The formats of activations in the correct NVFP4 layers: `fp4`, or `bf16` in weight-only
+    kernels. Sorted.
     """
-    forms = {form for report in reports for form in formats_of(report["checks"])}
-    return tuple(sorted(forms - {"plain"}))
+    formats = {name for report in reports for name in formats_of(report["checks"])}
+    return tuple(sorted(formats - {"plain"}))
 
 
 def on_node(node: str) -> str:
-    """The beginning of a sentence about another node; nothing for this one."""
+    """A prefix for messages about another node; empty for this node."""
     return f"node {node}: " if node else ""
 
 
 def check_layers(reports: Iterable[Mapping[str, Any]]) -> Finding:
-    """Failed where any layer of any worker is off; not compared where none could be."""
+    """Fails if a layer of any worker is wrong; not compared if no layer has a reference.
+
+    reports: contract.WorkerReport, with `node` for workers of other nodes.
+    """
     entries = [
         (f"{on_node(report.get('node', ''))}rank {report['rank']}", entry)
         for report in reports

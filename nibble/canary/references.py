@@ -17,16 +17,17 @@ from nibble.canary.consistency import mean_difference, not_greedy
 from nibble.canary.finding import Finding
 from nibble.errors import ExitCode, NibbleError
 
-# Nats, mean over a case's tokens. Recorded and running server may be of different hardware.
+# Nats, mean over a case's tokens. The recording may come from a server on other hardware.
 MEAN_LIMIT = 0.15
-LOOSE_LIMIT = 0.6  # where a model's numbers are not those that were recorded
-AT_ONCE = 8
+LOOSE_LIMIT = 0.6  # for a server whose flags or hardware change the recorded numbers
+CONCURRENCY = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt (text, conversation or tokens), its tokens, the greedy answer, and the log-probs
-    of all tokens but the first.
+    """A prompt (text, conversation or token ids) and its greedy answer.
+
+    logprobs: in nats, of all tokens of prompt and answer except the first.
     """
 
     prompt: str | list[dict[str, str]] | list[int]
@@ -38,20 +39,23 @@ class Case:
 
 @dataclass(frozen=True)
 class References:
-    """The cases of a file, and with which activations of NVFP4 layers (layers.activations_of) and
-    on what they were recorded (Hardware.arithmetic). `looser`: a factor for limits of layers, where
-    flags change numbers."""
+    """The cases of the file `where`.
+
+    activations: formats of the NVFP4 layers that recorded them (layers.activations_of); hardware:
+    of the recording server (Hardware.arithmetic); mean_limit: nats; limit_factor: multiplies the
+    limits of layers, above 1 if flags change the numbers.
+    """
 
     cases: tuple[Case, ...]
     where: str
     activations: tuple[str, ...] = ()
     hardware: str = ""
     mean_limit: float = MEAN_LIMIT
-    looser: float = 1.0
+    limit_factor: float = 1.0
 
 
 def read_references(path: Path) -> References | None:
-    """None where there is no such file. Raises MODEL for one that cannot be read."""
+    """The recorded cases, or None without a file. Raises MODEL if the file is invalid."""
     if not path.is_file():
         return None
     try:
@@ -86,24 +90,27 @@ def read_references(path: Path) -> References | None:
 def references_like(
     paths: Iterable[Path], activations: tuple[str, ...], numbers_differ: bool, hardware: str
 ) -> References | None:
-    """Those recorded with the same activations, else the first there are; loose where the numbers
-    are not the recorded ones.
+    """The references with the same activations, else the first of `paths`; None without any.
 
-    Those of FP4 activations differ between kinds of `hardware`: which way a sum is rounded to BF16
-    decides near the middle of two values.
+    The limit is LOOSE_LIMIT if the server's numbers differ: through flags (`numbers_differ`), other
+    activations, or, with FP4 activations, other `hardware`. There the rounding of a sum to BF16
+    decides which FP4 code a value near a midpoint gets.
     """
-    known = [found for path in paths if (found := read_references(path)) is not None]
-    if not known:
+    recorded = [each for path in paths if (each := read_references(path)) is not None]
+    if not recorded:
         return None
-    same = next((found for found in known if found.activations == activations), None)
-    elsewhere = same is not None and "fp4" in activations and same.hardware != hardware
-    if same is not None and not (numbers_differ or elsewhere):
+    same = next((each for each in recorded if each.activations == activations), None)
+    other_hardware = same is not None and "fp4" in activations and same.hardware != hardware
+    if same is not None and not (numbers_differ or other_hardware):
         return same
-    return replace(same or known[0], mean_limit=max(known[0].mean_limit, LOOSE_LIMIT))
+    return replace(same or recorded[0], mean_limit=max(recorded[0].mean_limit, LOOSE_LIMIT))
 
 
 def write_references(path: Path, cases: list[Case], about: Mapping[str, Any]) -> None:
-    """One case a line, log-probs with three digits."""
+    """Write a JSON file with one case per line and log-probs of three digits.
+
+    about: further keys, such as `activations` and `hardware`.
+    """
     lines = [
         json.dumps(
             {
@@ -122,75 +129,73 @@ def write_references(path: Path, cases: list[Case], about: Mapping[str, Any]) ->
 
 
 def record(asker: Asker, prompt: str | list[dict[str, str]], tokens: int) -> Case:
-    """What the server answers now."""
+    """The server's current answer to `prompt` with at most `tokens` tokens."""
     answer = asker.answer(prompt, tokens)
     logprobs = asker.score([*answer.prompt_ids, *answer.ids])
     return Case(prompt, answer.prompt_ids, answer.text, answer.ids, tuple(logprobs))
 
 
 def check_references(asker: Asker, references: References) -> Finding:
-    """All cases at once: tokens of the prompt, greedy answer, and log-probs of both."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(
+    """Compare every case: tokens of the prompt, greedy answer, and log-probs of both."""
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        results = list(
             pool.map(lambda case: _check(asker, case, references.mean_limit), references.cases)
         )
-    problems = [problem for problem, _ in found if problem]
+    problems = [problem for problem, _ in results if problem]
     if problems:
-        return Finding(
-            "references", "failed", f"{len(problems)} of {len(found)} prompts: {problems[0]}"
-        )
-    worst = max(mean for _, mean in found)
-    return Finding(
-        "references",
-        "passed",
-        f"{len(found)} prompts of {references.where}, at most {worst:.3f} nats off on average",
+        detail = f"{len(problems)} of {len(results)} prompts: {problems[0]}"
+        return Finding("references", "failed", detail)
+    worst = max(mean for _, mean in results)
+    detail = (
+        f"{len(results)} prompts of {references.where}, at most {worst:.3f} nats off on average"
     )
+    return Finding("references", "passed", detail)
 
 
 def _check(asker: Asker, case: Case, limit: float) -> tuple[str, float]:
-    """(what is wrong or "", mean difference in nats)."""
-    asked = _shown(case.prompt)
-    now = asker.answer(case.prompt, len(case.answer_ids))
-    if now.prompt_ids != case.prompt_ids:
+    """(the problem or "", mean difference in nats)."""
+    prompt = _abbreviated(case.prompt)
+    answer = asker.answer(case.prompt, len(case.answer_ids))
+    if answer.prompt_ids != case.prompt_ids:
         return (
-            f"{asked} became other tokens than the recorded ones: the chat template or"
-            f" tokenizer differs"
+            f"{prompt} became other tokens than the recorded ones: the chat template or"
+            " tokenizer differs"
         ), 0.0
     mean = mean_difference(asker.score([*case.prompt_ids, *case.answer_ids]), case.logprobs)
-    if not mean <= limit:
-        return (
-            (
-                f"the log-probs of {asked} and its answer are off by {mean:.3f} nats on average, at"
-                f" most {limit} is rounding"
-            ),
-            mean,
+    if not mean <= limit:  # also true for NaN
+        problem = (
+            f"the log-probs of {prompt} and its answer are off by {mean:.3f} nats on average, at"
+            f" most {limit} is rounding"
         )
-    return _wrong_answer(asked, case, now, limit), mean
+        return problem, mean
+    return _wrong_answer(prompt, case, answer, limit), mean
 
 
-def _shown(prompt: str | list[dict[str, str]] | list[int]) -> str:
+def _abbreviated(prompt: str | list[dict[str, str]] | list[int]) -> str:
+    """The beginning of a prompt or of a conversation's last message, in quotes."""
     last = prompt if isinstance(prompt, str) else prompt[-1]
     return repr(last["content"] if isinstance(last, dict) else prompt)[:60]
 
 
-def _parts_at_no_tie(ids: Sequence[int], greedy: Answer, near_tie: float) -> bool:
-    """Whether other tokens begin, and not at a near tie, after which texts may differ."""
-    for place, (one, other) in enumerate(zip(ids, greedy.ids, strict=False)):
-        if one != other:
-            return not greedy.best[place] - greedy.runner_up[place] < near_tie  # NaN does not tie
+def _differs_without_tie(recorded_ids: Sequence[int], answer: Answer, near_tie: float) -> bool:
+    """Whether the first different token is not a near tie. After a near tie, texts may differ."""
+    for place, (recorded, token) in enumerate(zip(recorded_ids, answer.ids, strict=False)):
+        if recorded != token:
+            # NaN is not a tie.
+            return not answer.best[place] - answer.runner_up[place] < near_tie
     return False
 
 
-def _wrong_answer(asked: str, case: Case, now: Answer, limit: float) -> str:
-    if problem := not_greedy(now):
-        return f"{asked}: {problem}"
-    # Two tokens, each off by `limit` in opposite directions, change places.
-    if _parts_at_no_tie(case.answer_ids, now, 2 * limit):
-        return f"the answer to {asked} is {now.text!r}, the recorded one {case.answer!r}"
-    if now.ids == case.answer_ids and now.text != case.answer:
+def _wrong_answer(prompt: str, case: Case, answer: Answer, limit: float) -> str:
+    """The problem of an answer, or ""."""
+    if problem := not_greedy(answer):
+        return f"{prompt}: {problem}"
+    # If both log-probs are off by `limit` in opposite directions, the two tokens change places.
+    if _differs_without_tie(case.answer_ids, answer, 2 * limit):
+        return f"the answer to {prompt} is {answer.text!r}, the recorded one {case.answer!r}"
+    if answer.ids == case.answer_ids and answer.text != case.answer:
         return (
-            f"the recorded tokens of {asked} became {now.text!r}, the recorded answer is"
-            f" {case.answer!r}:"
-            " the tokenizer differs"
+            f"the recorded tokens of {prompt} became {answer.text!r}, the recorded answer is"
+            f" {case.answer!r}: the tokenizer differs"
         )
     return ""

@@ -1,4 +1,8 @@
-"""The checks between the first answer and ready: kernels against the plan, and the canary."""
+"""The checks between vLLM's first answer and "ready": the kernels, and the canary.
+
+The workers report which kernels they use (nibble/engine/plugin/report). `Proof` compares these
+reports with the plan, runs the canary, and ends the start or warns, as the settings say.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibble.canary import BUDGET_S, Finding, run_canary
 from nibble.canary.agreement import disagreements
 from nibble.canary.client import Asker
 from nibble.canary.computed import references_from
@@ -23,6 +26,7 @@ from nibble.canary.kernels import (
 )
 from nibble.canary.layers import activations_of, on_node
 from nibble.canary.references import References, references_like
+from nibble.canary.run import BUDGET_S, Finding, run_canary
 from nibble.engine.api import Api
 from nibble.engine.contract import (
     ALLOWED_PLUGINS,
@@ -46,16 +50,10 @@ from nibble.reference.store import layer_files, read_reference
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-WARM_UP_S = 600.0  # log-probs are compiled at their first use
-# Flags under which a model's numbers are not those that were recorded.
-OTHER_NUMBERS = (
-    "--kv-cache-dtype",
-    "--quantization",
-    "--dtype",
-    "--hf-overrides",
-)
-# Flags under which a prompt has other tokens than the checkpoint's own tokenizer and template give
-# it.
+WARM_UP_S = 600.0  # vLLM compiles the code for log-probs at the first use
+# Flags that change the model's numbers: recorded log-probs then differ.
+OTHER_NUMBERS = ("--kv-cache-dtype", "--quantization", "--dtype", "--hf-overrides")
+# Flags that change the tokens of a prompt: they replace the checkpoint's tokenizer or template.
 OTHER_TOKENS = (
     "--chat-template",
     "--tokenizer",
@@ -70,7 +68,7 @@ ACTION = (
 
 
 class Proof:
-    """One start's proof. `run` is called once, in a thread; `to_json` at any time."""
+    """The verdicts of one start. `run` is called once, in a thread; `to_json` at any time."""
 
     def __init__(
         self,
@@ -80,8 +78,13 @@ class Proof:
         elsewhere: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]] = dict,
         computed: Callable[[], Mapping[str, Path]] = dict,
     ) -> None:
-        """`elsewhere` gives the reports of the workers on other nodes, by the node's name;
-        `computed` waits for references by activations, for which workers wait too."""
+        """Start to wait for computed references.
+
+        folder: created here; workers write their reports into it.
+        elsewhere: returns the reports of workers on other nodes, by node name.
+        computed: waits for the computed references and returns their files by format of
+        activations. Workers wait for them too.
+        """
         self._plan, self._folder, self._api, self._elsewhere = plan, folder, api, elsewhere
         self._ran: list[Any] = []
         self._assertion: tuple[str, tuple[str, ...]] = ("pending", ())
@@ -89,23 +92,25 @@ class Proof:
         self._computed = computed
         folder.mkdir()
         (folder / REFERENCES_PENDING).touch()
-        threading.Thread(target=self._hand_over, name="hand over references", daemon=True).start()
+        threading.Thread(
+            target=self._write_references, name="write references", daemon=True
+        ).start()
 
-    def _hand_over(self) -> None:
-        """Workers that are warm wait until REFERENCES_PENDING is away."""
+    def _write_references(self) -> None:
+        """Write REFERENCES, then remove REFERENCES_PENDING, for which warm workers wait."""
         try:
             files = json.dumps(layer_files(self._computed()))
-            with suppress(FileNotFoundError):  # the run is over
+            with suppress(FileNotFoundError):  # the run has ended and removed the folder
                 (self._folder / REFERENCES).write_text(files)
         finally:
             (self._folder / REFERENCES_PENDING).unlink(missing_ok=True)
 
     def environ(self) -> dict[str, str]:
-        """For vLLM's processes."""
+        """Environment variables for vLLM's processes."""
         return {REPORT_FOLDER: str(self._folder)}
 
     def to_json(self) -> dict[str, Any]:
-        """For /status: both verdicts, what ran, and each mechanism's finding."""
+        """For /status: both verdicts, the kernels that ran, and each mechanism's finding."""
         assertion, lines = self._assertion
         canary, findings = self._canary
         return {
@@ -118,33 +123,35 @@ class Proof:
         }
 
     def run(self, names: tuple[str, ...], generates: bool, say: Callable[[str], None]) -> None:
-        """Raises CANARY for a kernel or an answer that is to end the start; OSError where vLLM
-        went away.
+        """Check the kernels, then run the canary.
+
+        names: the served model names; generates: the model generates text; say: prints a line.
+        Raises CANARY if the settings say that a wrong kernel or answer ends the start, and OSError
+        if vLLM ends.
         """
         elsewhere = self._elsewhere()
         by_node = {"": read_reports(self._folder), **elsewhere}
-        reports = [{**report, "node": node} for node, found in by_node.items() for report in found]
-        told = [report for report in reports if report["ran"] is not None]
+        reports = [{**report, "node": node} for node, local in by_node.items() for report in local]
         self._ran = [
-            report["ran"]
-            | {
+            {
+                **report["ran"],
                 "activations": activations_of([report]),
                 "node": report["node"],
                 "rank": report["rank"],
             }
-            for report in told
+            for report in reports
+            if report["ran"] is not None
         ]
         for problem in dict.fromkeys(report["problem"] for report in reports if report["problem"]):
             say(f"warning: a worker could not report all kernels: {problem}")
-        self._assert_kernels(
-            len(reports), [node for node, found in elsewhere.items() if not found], say
-        )
+        silent = [node for node, remote in elsewhere.items() if not remote]
+        self._assert_kernels(len(reports), silent, say)
         if self._plan.settings.canary == "off":
             self._canary = ("off", ())
         elif is_dummy(self._plan):
             self._canary = ("no weights to check", ())
         else:
-            self._ask(reports, names, generates, say)
+            self._run_canary(reports, names, generates, say)
 
     def _assert_kernels(
         self, reports: int, silent: Sequence[str], say: Callable[[str], None]
@@ -152,30 +159,29 @@ class Proof:
         self._assertion = ("unknown", ())
         if silent or reports < workers(self._plan):
             how = self._plan.settings.kernel_assertion if has_plugin(REPORT_PLUGIN) else "warn"
-            self._tell(_silence(reports, workers(self._plan), silent), how, say)
+            self._raise_or_warn(_missing_reports(reports, workers(self._plan), silent), how, say)
         if not self._ran:
             return
         expected = expectations(self._plan, os.environ)
-        found = [
-            (node, one)
+        unexpected = [
+            (node, deviation)
             for node in dict.fromkeys(ran["node"] for ran in self._ran)
-            for one in deviations(expected, [ran for ran in self._ran if ran["node"] == node])
+            for deviation in deviations(expected, [ran for ran in self._ran if ran["node"] == node])
         ]
-        wrong_nodes = {node for node, _ in found}
-        unlike = [one for one in disagreements(self._ran) if one.node not in wrong_nodes]
-        lines = [f"{on_node(node)}{one.line()}" for node, one in found] + [
-            one.line() for one in unlike
-        ]
+        # A node with a deviation also differs from the others: one report of it is enough.
+        reported = {node for node, _ in unexpected}
+        differing = [each for each in disagreements(self._ran) if each.node not in reported]
+        lines = [f"{on_node(node)}{deviation.line()}" for node, deviation in unexpected]
+        lines += [each.line() for each in differing]
         self._assertion = ("failed" if lines else "passed", tuple(lines))
-        for error in [
-            *(_unexpected(node, one) for node, one in found),
-            *(one.error() for one in unlike),
-        ]:
-            self._tell(error, self._plan.settings.kernel_assertion, say)
+        errors = [_unexpected(node, deviation) for node, deviation in unexpected]
+        errors += [each.error() for each in differing]
+        for error in errors:
+            self._raise_or_warn(error, self._plan.settings.kernel_assertion, say)
         if slow := plain_torch_on_the_cpu(self._ran):
             say(f"warning: {slow}")
 
-    def _ask(
+    def _run_canary(
         self,
         reports: Sequence[Mapping[str, Any]],
         names: tuple[str, ...],
@@ -192,7 +198,7 @@ class Proof:
                 what=f"the canary failed: {finding.mechanism}: {finding.detail}",
                 action=ACTION,
             )
-            self._tell(error, self._plan.settings.canary, say)
+            self._raise_or_warn(error, self._plan.settings.canary, say)
         for finding in findings:
             if finding.warning or (
                 finding.verdict == "not compared" and finding.mechanism != "layers"
@@ -238,70 +244,65 @@ class Proof:
         )
 
     @staticmethod
-    def _tell(error: NibbleError, how: str, say: Callable[[str], None]) -> None:
+    def _raise_or_warn(error: NibbleError, how: str, say: Callable[[str], None]) -> None:
+        """`how`: "strict" or "warn", the value of a setting."""
         if how == "strict":
             raise error
         say(f"warning: {error.line()}")
 
 
 def is_dummy(plan: Plan) -> bool:
-    """Whether weights are made up, as for a benchmark."""
-    found = plan.args.get("--load-format")
-    return found is not None and found.value == "dummy"
+    """Whether vLLM makes random weights, as for a benchmark."""
+    load_format = plan.args.get("--load-format")
+    return load_format is not None and load_format.value == "dummy"
 
 
 def calls_tools(plan: Plan) -> bool:
-    """Whether the model may call tools: vLLM 0.32 answers 400 to that unless both are set
-    (renderers/online_renderer.py:264).
+    """Whether the model may call tools. vLLM 0.32 answers 400 to `tool_choice: auto` unless both
+    flags are set (renderers/online_renderer.py:264).
     """
     automatic = plan.args.get("--enable-auto-tool-choice")
     return "--tool-call-parser" in plan.args and automatic is not None and automatic.value is True
 
 
 def read_reports(folder: Path, of_the_living: bool = False) -> list[WorkerReport]:
-    """What this machine's workers wrote, by rank; of those that still run, where the folder
-    outlives a run of vLLM's.
+    """The reports of this machine's workers, sorted by rank.
+
+    `of_the_living`: skip workers that have ended, for a folder that several runs of vLLM share.
     """
     files = list(folder.glob(WORKER_REPORTS))
     if of_the_living:
         files = [file for file in files if Path("/proc", reporting_pid(file)).exists()]
-    found: list[WorkerReport] = [json.loads(file.read_text()) for file in files]
-    return sorted(found, key=lambda report: report["rank"])
+    reports: list[WorkerReport] = [json.loads(file.read_text()) for file in files]
+    return sorted(reports, key=lambda report: report["rank"])
 
 
 def reference_files(model: str, folder: Path | None) -> list[Path]:
-    """Where recorded answers may lie, the first first: beside the recipe of a Hugging Face id,
-    then in the model's folder.
+    """Files that may have recorded answers, in the order of preference.
+
+    First beside the recipe of `model`, if it is a Hugging Face id, then in the model's `folder`.
     """
-    beside = recipe_path(model, root())
-    found = (
-        [beside.with_suffix(f".{name}") for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)]
-        if beside
-        else []
-    )
-    return (
-        found + [folder / name for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)]
-        if folder
-        else found
-    )
+    names = (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)
+    recipe = recipe_path(model, root())
+    beside_recipe = [recipe.with_suffix(f".{name}") for name in names] if recipe else []
+    return beside_recipe + ([folder / name for name in names] if folder else [])
 
 
 def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None:
-    """Those that were recorded with the same activations, if there are such."""
+    """The recorded answers for the formats of activations that ran, or None."""
     folder = plan.checkpoint.path if plan.checkpoint is not None else None
     paths = reference_files(str(plan.settings.model), folder)
     differs = _differs(plan)
-    # Ranks add up parts that are rounded to BF16, which decides about FP4 activations near the
-    # middle of two values.
+    # Tensor-parallel ranks add partial sums that are rounded to BF16. The rounding decides which
+    # FP4 code an activation near a midpoint gets.
     ranks = plan.args.get("--tensor-parallel-size")
     differs |= "fp4" in activations and ranks is not None and int(ranks.value) > 1
-    return references_like(
-        paths, activations, differs, plan.hardware.arithmetic(plan.target.device)
-    )
+    hardware = plan.hardware.arithmetic(plan.target.device)
+    return references_like(paths, activations, differs, hardware)
 
 
 def _differs(plan: Plan) -> bool:
-    """Whether flags change numbers."""
+    """Whether flags change the model's numbers."""
     options = plugin_options(values_of(plan.args))
     return any(flag in plan.args for flag in OTHER_NUMBERS) or "quantize_lm_head" in options
 
@@ -309,27 +310,27 @@ def _differs(plan: Plan) -> bool:
 def computed_references(
     plan: Plan, files: Mapping[str, Path], activations: tuple[str, ...]
 ) -> References | None:
-    """The computed reference for the activations that ran.
+    """The computed reference for the activations that ran, or None.
 
-    Conversations become tokens where the server's template or tokenizer is not the checkpoint's.
+    files: references by format of activations. Prompts are sent as tokens if the server's template
+    or tokenizer is not the checkpoint's.
     """
     file = files.get("fp4" if "fp4" in activations else "bf16")
     data = read_reference(file) if file else None
     if file is None or data is None:
         return None
-    of_its_own = any(flag in plan.args for flag in OTHER_TOKENS)
-    files_of_its_own = plan.checkpoint is not None and "tekken.json" in plan.checkpoint.files
+    replaced = any(flag in plan.args for flag in OTHER_TOKENS)
+    # vLLM renders these with other code than the checkpoint's template: mistral-common and harmony.
+    mistral = plan.checkpoint is not None and "tekken.json" in plan.checkpoint.files
     harmony = plan.checkpoint is not None and plan.checkpoint.model_type == "gpt_oss"
-    as_tokens = of_its_own or files_of_its_own or harmony or bool(data.get("template_is_dated"))
+    as_tokens = replaced or mistral or harmony or bool(data.get("template_is_dated"))
     return references_from(data, str(file), as_tokens, _differs(plan))
 
 
 def how_to_record(plan: Plan, url: str) -> str:
-    """What a server says whose model has no recorded answers."""
-    model, local = (
-        str(plan.settings.model),
-        plan.checkpoint is not None and plan.checkpoint.is_local,
-    )
+    """The message for a model without recorded answers. `url`: of the server."""
+    model = str(plan.settings.model)
+    local = plan.checkpoint is not None and plan.checkpoint.is_local
     where = f"--out {Path(plan.model) / CANARY_FILE}" if local else f"--recipe {model}"
     return (
         f"canary: no answers are recorded for {model}: a wrong chat template, tokenizer or"
@@ -338,36 +339,35 @@ def how_to_record(plan: Plan, url: str) -> str:
     )
 
 
-def _unexpected(node: str, found: Deviation) -> NibbleError:
-    error = found.error("name a kernel with --linear-backend, --moe-backend or --attention-backend")
-    return NibbleError(
-        error.code,
-        what=f"{on_node(node)}{error.what}",
-        expected=error.expected,
-        action=error.action,
-    )
+def _unexpected(node: str, deviation: Deviation) -> NibbleError:
+    action = "name a kernel with --linear-backend, --moe-backend or --attention-backend"
+    error = deviation.error(action)
+    what = f"{on_node(node)}{error.what}"
+    return NibbleError(error.code, what=what, expected=error.expected, action=error.action)
 
 
 def workers(plan: Plan) -> int:
-    """How many workers report on all nodes, at least: vLLM places data parallel replicas itself."""
+    """The least number of workers that report, on all nodes together.
+
+    vLLM places data parallel replicas itself: then one per node is certain.
+    """
     return plan.topology.nodes or 1 if "--data-parallel-size" in plan.args else plan.topology.ranks
 
 
-def _silence(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
-    """Some workers did not report: an installation without the plugin, or one that excludes it
-    out.
+def _missing_reports(reports: int, workers: int, silent: Sequence[str]) -> NibbleError:
+    """The error for workers without a report: the plugin is not installed, or VLLM_PLUGINS
+    excludes it.
     """
     allowed = os.environ.get(ALLOWED_PLUGINS)
     action = "install the nibble-kernels of this nibble (run `make setup`, or use the image)"
     if allowed is not None and REPORT_PLUGIN not in allowed.split(","):
         action = f"add {REPORT_PLUGIN} to {ALLOWED_PLUGINS} or unset it"
-    who = f"only {reports} of {workers} workers" if reports else "no worker"
+    reporting = f"only {reports} of {workers} workers" if reports else "no worker"
     if silent:
-        who = f"no worker on node {', '.join(silent)}"
-    what = f"{who} reported its kernels"
+        reporting = f"no worker on node {', '.join(silent)}"
     return NibbleError(
         ExitCode.CANARY,
-        what=what,
+        what=f"{reporting} reported its kernels",
         expected=f"a report of nibble's plugin {REPORT_PLUGIN} from each worker",
         action=f"{action}; {STRICT_ACTION}",
     )

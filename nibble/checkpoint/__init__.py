@@ -8,20 +8,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nibble.checkpoint.detect_scheme import detect_scheme
 from nibble.checkpoint.exclusions import Modules, read_modules
 from nibble.checkpoint.fused_groups import format_problems
+from nibble.checkpoint.gguf.file import SUFFIX
 from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.heads import head_dim as _head_dim
 from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
+from nibble.checkpoint.layer_memory import LayerMemory, Layers
 from nibble.checkpoint.layer_tensors import layer_problems
-from nibble.checkpoint.layers import LayerMemory, Layers, layers, text_config
-from nibble.checkpoint.layers import head_dim as _head_dim
+from nibble.checkpoint.layers import layers, text_config
 from nibble.checkpoint.missing import missing_tensors
 from nibble.checkpoint.mixed_layers import labels
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, find_weights, header_problems
-from nibble.checkpoint.scheme import Scheme, detect_scheme, is_w4a4, weight_only
+from nibble.checkpoint.scheme import Scheme, is_w4a4, weight_only
 from nibble.checkpoint.source import (
     Source,
     download_bytes,
+    needs_conversion,
     open_source,
     read_index,
     read_json,
@@ -141,8 +145,21 @@ def read_source(source: Source) -> Checkpoint:
     index = read_index(source)
     tensors = read_tensors(source, index)
     hf_quant = read_json(source, "hf_quant_config.json")
+    return describe(source, config, hf_quant, tensors, index[1] if index else {})
+
+
+def describe(
+    source: Source,
+    config: dict[str, Any],
+    hf_quant: dict[str, Any] | None,
+    tensors: Mapping[str, TensorInfo] | None,
+    index: Mapping[str, str],
+) -> Checkpoint:
+    """The checkpoint of these parts; `index` names the file of each tensor. Raises MODEL for a
+    value of another kind.
+    """
     try:
-        return _assemble(source, config, hf_quant, tensors, index[1] if index else {})
+        return _assemble(source, config, hf_quant, tensors, index)
     except (
         ArithmeticError,
         AttributeError,
@@ -208,6 +225,10 @@ def _read_config(source: Source) -> dict[str, Any]:
     if config is None and (params := read_json(source, "params.json")) is not None:
         return {"model_type": "mistral_params", "architectures": [], **params}
     if config is None:
+        if files := sorted(file for file in source.files if file.endswith(SUFFIX)):
+            where = str(source.path / files[0]) if source.path else files[0]
+            what = f"{source.id} holds GGUF files and no config.json"
+            raise needs_conversion(what, where)
         where = f"{source.path}/config.json" if source.path else f"config.json of {source.id}"
         what = f"{where} is missing"
         raise NibbleError(

@@ -1,4 +1,6 @@
-"""One group of a compressed-tensors config: its kind of weights, and vLLM 0.32's support. Pure."""
+"""Reads one group of a compressed-tensors config: the kind of its weights, and vLLM 0.32's support.
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Modules:
 
 @dataclass(frozen=True)
 class Correction:
-    """A quantization config with another list of layers, and the modules the old list was wrong
-    about.
+    """A quantization config with a corrected list of layers, and the modules that the old list had
+    wrong.
     """
 
     config: Mapping[str, Any] = field(repr=False)
@@ -76,8 +76,7 @@ def read_modules(
     """The modules of a checkpoint whose config lists layers; None for other formats or without
     headers.
 
-    `declared`: the quantization config that vLLM will be given, where that is not the checkpoint's
-    own.
+    `declared` is the quantization config for vLLM, where it is not the checkpoint's.
     """
     declared = declared or declared_config(config, hf_quant_config)
     if tensors is None or declared is None or not (algorithm(declared) or _is_compressed(declared)):
@@ -112,11 +111,11 @@ def read_modules(
 
 
 def correct(modules: Modules, with_draft: bool, forced: Iterable[str] = ()) -> Correction | None:
-    """The config with a list that agrees with the tensors; None where it does already, or cannot be
-    made to.
+    """The config with a list that matches the tensors; None if it matches already or cannot be
+    corrected.
 
     `with_draft`: whether vLLM will build the draft's modules. `forced`: modules that vLLM builds
-    unquantized of itself.
+    unquantized in any case.
     """
     unused = frozenset() if with_draft else modules.draft
     if algorithm(modules.config) == MIXED:
@@ -174,7 +173,7 @@ def is_empty_map(declared: Mapping[str, Any]) -> bool:
 
 
 def excluded(declared: Mapping[str, Any]) -> list[str]:
-    """The list vLLM 0.32 reads (modelopt.py:313-341, compressed_tensors.py:241), with nibble's
+    """The list that vLLM 0.32 reads (modelopt.py:313-341, compressed_tensors.py:241), with nibble's
     patch for N15.
     """
     inner = declared.get("quantization")
@@ -197,8 +196,8 @@ def _is_compressed(declared: Mapping[str, Any]) -> bool:
 
 
 def _module(tensor: TensorInfo) -> str | None:
-    """The linear module (or the experts) a weight belongs to; None for any other tensor, such as
-    an embedding.
+    """The linear module (or the experts) of a weight; None for any other tensor, such as an
+    embedding.
     """
     if not tensor.name.endswith(
         (".weight", "_packed", "_proj")
@@ -213,7 +212,7 @@ def _module(tensor: TensorInfo) -> str | None:
 
 
 def _name_of_draft_in_vllm(name: str, config: Mapping[str, Any]) -> str:
-    """LongCat's draft has other names in vLLM, which looks exclusions up by those
+    """vLLM's name for a module of LongCat's draft; it looks exclusions up by that name
     (longcat_flash_mtp.py:45, 185).
     """
     if not str(config.get("model_type")).startswith("longcat_flash"):
@@ -230,15 +229,16 @@ Matches = Callable[[str, str], bool]
 
 
 def _modelopt_matches(name: str, entry: str) -> bool:
-    """vllm 0.32 modelopt.py:190 with quant_utils.py:617. Part of a name counts where it ends at
-    dots: what else vLLM's substring search hits is its defect (patches/vllm)."""
+    """vllm 0.32 modelopt.py:190 with quant_utils.py:617. An entry matches parts of a name between
+    dots; vLLM's substring search matches more, which is its defect (patches/vllm).
+    """
     if f".{entry}." in f".{name}." or fnmatchcase(name, entry):
         return True
     return name.endswith(".experts") and entry.startswith(f"{name}.")
 
 
 def _compressed_matches(name: str, entry: str) -> bool:
-    """vllm 0.32 compressed_tensors/utils.py:57; of experts it asks for those of number 0
+    """vllm 0.32 compressed_tensors/utils.py:57; of experts vLLM looks up number 0
     (compressed_tensors_moe.py:36).
     """
     asked = f"{name}.0.gate_proj" if name.endswith(".experts") else name
@@ -246,18 +246,16 @@ def _compressed_matches(name: str, entry: str) -> bool:
 
 
 def _excluded(name: str, entries: Iterable[str], matches: Matches) -> bool:
-    """Whether an entry matches the name as the file has it or as vLLM may have it: lists come in
-    both.
-    """
+    """Whether an entry matches the name in the file or vLLM's: lists contain both."""
     names = {name, name.removeprefix("model.")}
     names |= {name.replace(_LANGUAGE_MODEL[0], new, 1) for new in (_LANGUAGE_MODEL[1], "model.")}
     return any(matches(one, entry) for entry in entries for one in names)
 
 
 def _is_meant(name: str, declared: Mapping[str, Any]) -> bool:
-    """Whether a module is quantized unless it is excluded. compressed-tensors: if a group targets
-    it; the class "Linear" is that of every linear layer but the output head
-    (compressed_tensors/utils.py:90)."""
+    """Whether a module is quantized unless excluded. In compressed-tensors a group targets it; the
+    class "Linear" means every linear layer but the output head (compressed_tensors/utils.py:90).
+    """
     if not _is_compressed(declared):
         return not any(part in name for part in VISION)
     groups = declared.get("config_groups")
@@ -275,8 +273,9 @@ def _is_meant(name: str, declared: Mapping[str, Any]) -> bool:
 
 
 def _cover(names: Iterable[str], quantized: Iterable[str]) -> list[str]:
-    """The names, as `prefix.*` for the largest parts of the model that hold nothing quantized
-    (ModelOpt takes patterns, which also match vLLM's fused layers)."""
+    """The names, as `prefix.*` for the largest parts of the model without quantized layers
+    (ModelOpt takes patterns, which also match vLLM's fused layers).
+    """
     occupied = {prefix for name in quantized for prefix in _prefixes(name)}
     free = {
         name: [prefix for prefix in _prefixes(name)[:-1] if prefix not in occupied]
@@ -291,7 +290,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _compressed_entry(name: str) -> str:
-    """compressed-tensors takes names, which vLLM renames, and expressions, which it does not
+    """An entry for compressed-tensors: vLLM renames names, but not expressions
     (compressed_tensors.py:112).
     """
     if not name.endswith(".experts"):

@@ -60,8 +60,8 @@ class FusedGroup:
 
 
 def fused_layer(module: str, model_type: str = "") -> str | None:
-    """The layer that vLLM 0.32 builds of `module` and others, all in one format; None for a
-    module that is a layer itself.
+    """The layer that vLLM 0.32 builds of `module` and others in one format; None for a module that
+    vLLM does not fuse.
     """
     if match := EXPERT.match(module):
         return match[1]
@@ -120,8 +120,8 @@ def format_problems(
 def fused_groups(
     weights: Iterable[Nvfp4Weight], values: Mapping[str, tuple[float, ...]], folder: Path | None
 ) -> list[FusedGroup]:
-    """Every fused layer of `weights`. `values` are their fp32 scales by tensor; `folder` is
-    where block scales may be read.
+    """Every fused layer of `weights`. `values` are their fp32 scales by tensor; block scales are
+    read from `folder`.
     """
     members: defaultdict[tuple[str, tuple[str, ...]], dict[str, Nvfp4Weight]] = defaultdict(dict)
     for weight in weights:
@@ -146,7 +146,7 @@ def fused_groups(
 
 
 def _multiplier(weight: Nvfp4Weight, values: Mapping[str, tuple[float, ...]]) -> float | None:
-    """The weight's fp32 scale as a multiplier; None for one that is damaged or not there."""
+    """The weight's fp32 scale as a multiplier; None for a damaged or missing one."""
     assert weight.global_scale is not None
     stored = values.get(weight.global_scale.name, ())
     if len(stored) != 1 or not 0 < stored[0] < float("inf"):
@@ -172,8 +172,8 @@ def _group(
 def _quality(
     parts: tuple[Nvfp4Weight, ...], scales: tuple[float, ...], folder: Path | None
 ) -> Quality:
-    """Foldable where with the scale of one part every block scale of the others is an E4M3 value
-    (nibble_kernels.merge).
+    """ "foldable" where, with the scale of one part, every block scale of the others stays an E4M3
+    value (nibble_kernels.merge).
     """
     plausible = [
         common
@@ -208,7 +208,7 @@ def _present(files: TensorFiles, weight: Nvfp4Weight) -> frozenset[int]:
 
 @lru_cache(maxsize=1024)
 def unrepresentable(ratio: Fraction) -> frozenset[int] | None:
-    """E4M3 bytes whose value times `ratio` is not an E4M3 value; None for all: the ratio has too
+    """E4M3 bytes whose value times `ratio` is not an E4M3 value; None means all: the ratio has too
     many bits.
     """
     if max(_odd_part(ratio.numerator), _odd_part(ratio.denominator)) > 15:

@@ -65,8 +65,8 @@ class TensorInfo(NamedTuple):
 
 
 def header_length(file: str, first_bytes: bytes, file_bytes: int) -> int:
-    """N of `file`, whose size is `file_bytes`, from its first 8 bytes. Raises MODEL when it
-    cannot be.
+    """N of `file`, whose size is `file_bytes`, from its first 8 bytes. Raises MODEL for an
+    impossible length.
     """
     if file_bytes < LENGTH_BYTES or len(first_bytes) < LENGTH_BYTES:
         raise corrupt(file, f"it has {file_bytes} bytes", "at least the 8 bytes of a header length")
@@ -148,7 +148,7 @@ def _check_spans(file: str, spans: list[tuple[int, int, str]], data_bytes: int) 
 
 
 def corrupt(file: str, what: str, expected: str) -> NibbleError:
-    """The error for a safetensors file that cannot be what it claims to be."""
+    """The error for a damaged safetensors file."""
     action = "download the file again (`nibble pull` checks every hash)"
     return NibbleError(
         ExitCode.MODEL, what=f"{file} is corrupt: {what}", expected=expected, action=action

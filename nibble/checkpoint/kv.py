@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nibble.checkpoint.layers import LayerMemory, Layers
+from nibble.checkpoint.layer_memory import LayerMemory, Layers
 
 MIN_KERNEL_BLOCK = 16  # FlashAttention, FlashInfer and Triton take multiples of it
 MLA_HYBRID_BLOCK = 128  # vllm 0.32 platforms/interface.py:1080
@@ -69,8 +69,8 @@ def _latent_bytes(layer: LayerMemory, dtype: str) -> int:
 def _heads_of_rank(heads: int, ranks: int) -> int:
     """Key heads in the cache of one rank.
 
-    Where neither number divides the other only CloverLM runs, 7 heads on 2 or 4 ranks, and each
-    rank keeps one for each half of a group or for each query: 7 again
+    Only CloverLM runs where neither number divides the other: 7 heads on 2 or 4 ranks. Each rank
+    then keeps one head for each half of a group or for each query: 7 again
     (kernels/…/cloverlm/projection.py).
     """
     return max(1, heads // ranks) if heads % ranks == 0 or ranks % heads == 0 else heads
@@ -167,8 +167,8 @@ def sequence_memory(
 
 
 def _dtypes(layers: list[LayerMemory], dtype: str) -> list[str]:
-    """The cache type of each layer: TurboQuant leaves the first and last two layers of a dense
-    model alone.
+    """The cache type of each layer: TurboQuant excludes the first and last two layers of a dense
+    model.
     """
     if dtype not in TURBOQUANT or any(layer.kind == "state" for layer in layers):
         return [dtype] * len(layers)
@@ -179,7 +179,7 @@ def _dtypes(layers: list[LayerMemory], dtype: str) -> list[str]:
 
 
 def _state_copies(layer: LayerMemory, prefix_caching: bool) -> int:
-    """Copies of a state: one, with prefix caching another at the last block boundary (vllm 0.32
+    """Copies of a state: one; with prefix caching another for the last block boundary (vllm 0.32
     kv_cache_interface.py MambaSpec), and for Mamba2 a third for the end of the prompt
     (mamba_mixer2.py:1106).
     """
@@ -189,7 +189,7 @@ def _state_copies(layer: LayerMemory, prefix_caching: bool) -> int:
 
 
 def _blocks(layer: LayerMemory, tokens: int, block_size: int, in_flight_tokens: int) -> int:
-    """Pages of a layer: all tokens, or the window and what is in flight (vllm 0.32
+    """Pages of a layer: all tokens, or the window and the tokens in flight (vllm 0.32
     kv_cache_interface.py:854).
     """
     if layer.window is None:

@@ -1,8 +1,8 @@
 """Compares a checkpoint's tensors with its config.json, layer by layer. Pure.
 
 layer_tensors.json has the names and shapes that transformers saves for a family, with sizes as
-symbols; tests/fixtures/layer_tensors.py generates it. Other families are compared by names alone
-(missing.py) and while vLLM loads them (nibble/engine/plugin/written.py).
+symbols; tests/support/models/layer_tensors.py generates it. Other families are compared by names
+alone (missing.py) and while vLLM loads them (nibble/engine/plugin/written.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.checkpoint.headers import TensorInfo
-from nibble.checkpoint.layers import DEFAULT_HEAD_DIM, head_dim, kv_heads
+from nibble.checkpoint.heads import DEFAULT_HEAD_DIM, head_dim, kv_heads
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, gather
 from nibble.checkpoint.weights import PACKING, SCALE, kind_of
 from nibble.errors import ExitCode
@@ -47,8 +47,8 @@ _FEED_FORWARD = ("mlp.", "block_sparse_moe.")
 
 @dataclass(frozen=True)
 class Family:
-    """Names and shapes in symbols: of a layer (`*` for the number of an expert), and of what is
-    beside the layers.
+    """Names and shapes of a family in symbols: of a layer (`*` for an expert's number), and of the
+    tensors outside layers.
     """
 
     layer: Mapping[str, tuple[str, ...]]
@@ -57,7 +57,7 @@ class Family:
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Those that are known, by model_type."""
+    """The known families, by model_type."""
     return {
         name: Family(
             *(
@@ -76,7 +76,7 @@ def layer_problems(
     model_type: str,
     num_layers: int | None,
 ) -> tuple[Problem, ...]:
-    """What is wrong with the tensors of a known family; nothing for any other."""
+    """Problems of the tensors of a known family; none for an unknown one."""
     family = families().get(model_type)
     if (
         family is None or "fc.weight" in tensors
@@ -98,7 +98,7 @@ def layer_problems(
 
 
 def _used(tensors: Iterable[str], prefix: str, family: Family) -> set[str]:
-    """Symbols in the shapes of the tensors that are stored."""
+    """Symbols in the shapes of the stored tensors."""
     shapes = {_symbols(name, prefix, family) for name in tensors} if prefix else set()
     terms = [term for shape in shapes for symbol in shape or () for term in _terms(symbol)]
     return {part for factors, divisors in terms for part in (*factors, *divisors)}
@@ -108,7 +108,7 @@ def _odd_sizes(text: Mapping[str, Any], used: Set[str]) -> Iterator[Problem]:
     """Sizes that are not whole numbers above 0. An absent size means transformers' default; null
     follows from other sizes.
 
-    What no stored tensor has as a size may be anything: some dense models have `num_experts: 0`.
+    A size without a stored tensor may have any value: some dense models have `num_experts: 0`.
     """
     wanted = [SIZES[symbol] for symbol in SIZES if symbol in used]
     for keys in dict.fromkeys((*((key,) for key in _NEEDED), *wanted)):
@@ -155,7 +155,7 @@ Stack = Mapping[
 
 
 def _stack(tensors: Iterable[str], family: Family) -> tuple[str, Stack]:
-    """The prefix and the layers of the one stack that holds most tensors of the family."""
+    """The prefix and the layers of the stack that holds most tensors of the family."""
     stacks: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in tensors:
         if (match := _LAYER.match(name)) and not SCALE.search(name):
@@ -176,7 +176,7 @@ def _kind(leaf: str) -> str:
 
 
 def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Iterator[Problem]:
-    """Whole layers, and what a layer lacks that others of its kind have."""
+    """Missing layers, and tensors that a layer lacks and others of its kind have."""
     layers = {number: leaves for number, leaves in stack.items() if number < num_layers}
     if len(layers) < num_layers:
         first = next(number for number in range(len(layers) + 1) if number not in layers)
@@ -209,7 +209,7 @@ def _absent(prefix: str, stack: Stack, num_layers: int, family: Family) -> Itera
 
 
 def _module(leaf: str) -> str:
-    """The module of a tensor; all experts of a layer count as one."""
+    """The module of a tensor; all experts of a layer are one."""
     before, experts, _ = leaf.partition(".experts.")
     return before + experts if experts else leaf.rpartition(".")[0]
 
@@ -221,8 +221,8 @@ def _beyond(
     text: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
 ) -> Iterator[Problem]:
-    """Layers that config.json does not count. Drafts (MTP) follow the last layer, and their
-    config says so.
+    """Layers beyond the count in config.json. Drafts (MTP) follow the last layer, and their config
+    declares them.
     """
     if any("nextn" in key or "mtp" in key for key in text):
         return
@@ -246,7 +246,7 @@ def _misfits(
     family: Family,
     sizes: Mapping[str, int],
 ) -> Iterator[Problem]:
-    """Tensors of another shape than the sizes in config.json give."""
+    """Tensors whose shape differs from the sizes in config.json."""
     for name, tensor in tensors.items():
         symbols = _symbols(name, prefix, family)
         stored = shapes.get(name) or (tensor.shape if tensor.dtype in _WHOLE else None)
@@ -285,7 +285,7 @@ def _terms(symbol: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
 
 
 def _value(symbol: str, sizes: Mapping[str, int]) -> int | None:
-    """The number that a symbol stands for; None where config.json does not say."""
+    """The number for a symbol; None where config.json has none."""
     total = 0
     for factors, divisors in _terms(symbol):
         above = math.prod(int(f) if f.isdigit() else sizes[f] for f in factors)

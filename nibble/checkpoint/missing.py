@@ -29,9 +29,9 @@ def missing_tensors(
     """Tensors that no file has: of `index`, of single layers, whole layers (`model.layers.7`),
     embedding and last norm.
 
-    `index` are the names in the checkpoint's index. Without `num_layers` it alone is held against
-    the tensors. It checks only layers that are certainly the decoder's: not vision towers,
-    not drafts (MTP).
+    `index` are the names in the checkpoint's index. Without `num_layers` only the index is compared
+    with the tensors. The check covers layers that certainly belong to the decoder: not vision
+    towers, not drafts (MTP).
     """
     stored = set(names)
     promised = set(index) - stored
@@ -50,14 +50,14 @@ def missing_tensors(
 
 
 def some_of(missing: Sequence[str]) -> str:
-    """The first names of what is missing, and how many more there are."""
+    """The first missing names, and the number of the others."""
     more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
     return ", ".join(missing[:SHOWN]) + more
 
 
 def _decoder(names: Iterable[str], num_layers: int) -> tuple[str, Stack]:
-    """The prefix and what it holds of the one stack that has most layers of the text model;
-    nothing where that is not one.
+    """The prefix and content of the only stack with more than half of the text model's layers;
+    empty unless there is exactly one.
     """
     stacks: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
@@ -78,7 +78,7 @@ def _layers(prefix: str, stack: Stack, num_layers: int) -> Iterator[str]:
     together: defaultdict[str, set[int]] = defaultdict(set)
     for end, layers in stack.items():
         if not SCALE.search(end) and _BUFFER not in end:  # nvfp4.py checks scales
-            # A layer in another format lacks nothing.
+            # A layer in another format is complete.
             together[PACKING.sub("", end)] |= layers
     ends: defaultdict[frozenset[int], list[str]] = defaultdict(list)
     for end, layers in together.items():
@@ -96,8 +96,8 @@ def _layers(prefix: str, stack: Stack, num_layers: int) -> Iterator[str]:
 
 
 def _holes(layers: Set[int], present: Set[int]) -> list[int]:
-    """The few layers between others that lack what most have; the first and the last layers of a
-    model may differ.
+    """The few inner layers that lack what most layers have; a model's first and last layers may
+    differ.
     """
     if len(layers) < 3 or 2 * len(layers) <= len(present):
         return []
@@ -106,7 +106,7 @@ def _holes(layers: Set[int], present: Set[int]) -> list[int]:
 
 
 def _ends(names: Set[str]) -> Iterator[str]:
-    """What a model has beside its layers. A draft in its own repository takes both from its
+    """Tensors outside a model's layers. A draft in a separate repository takes them from its
     target.
     """
     if "fc.weight" in names:

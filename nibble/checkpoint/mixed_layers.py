@@ -17,8 +17,8 @@ _ALIASES = (
 
 
 def algorithm_of(weight: TensorInfo, tensors: Mapping[str, TensorInfo]) -> str:
-    """ModelOpt's name for how a quantized weight is stored; empty where its tensors do not say
-    it.
+    """ModelOpt's name for the format of a quantized weight; empty where its tensors do not
+    determine it.
     """
     stem = weight.name.removesuffix(".weight")
     joint = "." if stem != weight.name else "_"
@@ -36,10 +36,10 @@ def algorithm_of(weight: TensorInfo, tensors: Mapping[str, TensorInfo]) -> str:
 def corrected_map(
     layers: Mapping[str, Any], quantized: Mapping[str, str], plain: Iterable[str]
 ) -> tuple[dict[str, Any], list[str]] | None:
-    """(a map that agrees with the tensors, the modules the old one was wrong about).
+    """(a map that matches the tensors, the modules that the old map had wrong).
 
-    `quantized`: module -> algorithm by its tensors. None where a module is missing whose algorithm
-    they do not tell.
+    `quantized`: module -> algorithm by its tensors. None where they do not determine the algorithm
+    of a missing module.
     """
     named = {_plain_name(name) for name in layers}
     experts = {name.partition(".experts.")[0] + ".experts" for name in named if ".experts." in name}
@@ -54,7 +54,7 @@ def corrected_map(
 
 
 def labels(layers: Mapping[str, Any]) -> Callable[[str], str]:
-    """How the map labels a module: its own entry, or for experts any of their layer, as vLLM
+    """The map's label of a module: its entry, or for experts any entry of their layer, as vLLM
     looks it up.
     """
     own = {

@@ -85,11 +85,11 @@ class Problem:
     def of(
         cls, kind: str, tensor: TensorInfo, what: str, expected: str, is_draft: bool = False
     ) -> Problem:
-        """A damaged tensor."""
+        """The problem of a damaged tensor."""
         return cls(kind, ExitCode.MODEL, tensor.name, tensor.file, what, expected, is_draft)
 
     def error(self, where: str) -> NibbleError:
-        """As an error; `where` is the folder or id that the file is in."""
+        """The problem as an error; `where` is the folder or id of the file."""
         more = f" ({self.others} more like it)" if self.others else ""
         place = f"{where}/{self.file}" if self.file else where
         action = "download the model again, or report it to its publisher"
@@ -263,14 +263,12 @@ def _up(value: int, unit: int) -> int:
 
 
 def dense_weights(weights: Iterable[Nvfp4Weight]) -> list[Nvfp4Weight]:
-    """Those of linear layers: no experts, stacked or one by one."""
+    """The weights of linear layers, without experts."""
     return [weight for weight in weights if not weight.experts and not EXPERT.match(weight.module)]
 
 
 def _expert_problems(weights: Iterable[Nvfp4Weight]) -> Iterator[Problem]:
-    """Experts missing from the middle of a layer: vLLM 0.32 allocates all of them and checks
-    none.
-    """
+    """Experts missing from the middle of a layer: vLLM 0.32 allocates all and checks none."""
     layers: defaultdict[tuple[str, str], dict[int, Nvfp4Weight]] = defaultdict(dict)
     for weight in weights:
         if match := EXPERT.match(weight.module):

@@ -20,9 +20,7 @@ _WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
 def check_plain_values(
     folder: Path, tensors: Iterable[TensorInfo], num_layers: int | None
 ) -> tuple[Problem, ...]:
-    """The first of `tensors` in `folder` that holds NaN or infinity, and how many more there
-    are.
-    """
+    """The first of `tensors` in `folder` that holds NaN or infinity, and the number of others."""
     small = [tensor for tensor in tensors if _is_looked_at(tensor)]
     small.sort(key=lambda tensor: (tensor.file, tensor.offset))
     problems = []

@@ -109,8 +109,8 @@ def _cache_problems(
 
 
 def _multipliers(files: TensorFiles, weight: Nvfp4Weight) -> tuple[float, ...]:
-    """The global scale of a weight, or of each of its experts; nothing for one that other checks
-    refuse.
+    """The global scales of a weight, one for each expert; empty where another check refuses the
+    weight.
     """
     if weight.global_scale is None or weight.global_scale.dtype != "F32":
         return ()
@@ -157,7 +157,7 @@ def _zero_norms(
 def _norm_problems(
     norms: Iterable[TensorInfo], model_type: str, num_layers: int | None
 ) -> Iterator[Problem]:
-    """Of families whose norms multiply by their weight."""
+    """Zero norms of families whose norms multiply by their weight."""
     if model_type in families() and model_type not in ONE_PLUS:
         for norm in norms:
             is_draft = kind_of(norm.name, num_layers) == "draft"
@@ -169,7 +169,7 @@ def _norm_problems(
 def _norm_doubts(
     norms: Sequence[TensorInfo], tensors: Mapping[str, TensorInfo], model_type: str
 ) -> Iterator[str]:
-    """Of other families, whose norms may multiply by 1 + weight: all of them zero are unlikely
+    """Zero norms of other families, whose norms may multiply by 1 + weight: all zero is unlikely
     after training.
     """
     count = sum(_NORM.search(name) is not None and kind_of(name) != "vision" for name in tensors)
@@ -192,7 +192,7 @@ def _scale_problems(
 
 
 def _scale_doubts(zeros: Iterable[Nvfp4Weight]) -> Iterator[str]:
-    """An expert that no token reached in training may be zero."""
+    """Doubts about scales; an expert that no token reached in training may be zero."""
     found = [
         weight.scale.name for weight in zeros if weight.scale and _EXPERTS not in weight.module
     ]
@@ -210,9 +210,9 @@ def _more(found: Sequence[Any]) -> str:
 
 
 def _far(values: Mapping[str, float], ratio: float, what: str) -> Iterator[str]:
-    """Sentences about values far from the median of their namesakes in other layers.
+    """Sentences about values far from the median of the same tensor in other layers.
 
-    Experts far below it are usual: no token reached them in training.
+    Experts far below the median are usual: no token reached them in training.
     """
     groups: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, value in values.items():

@@ -69,7 +69,8 @@ class LayoutCheck:
 def check_layout(
     folder: Path, weights: Iterable[Nvfp4Weight], is_cloverlm: bool = False
 ) -> LayoutCheck:
-    """Check up to 16 tensors of the checkpoint. A problem needs two wrong ones and no right one.
+    """Check up to 16 tensors of the checkpoint. A problem needs two wrong tensors and no correct
+    one.
 
     In a packed CloverLM it checks every tensor, and one wrong tensor is a problem.
     """
@@ -93,7 +94,7 @@ def check_layout(
 
 
 def _check_products(folder: Path, weights: Sequence[Nvfp4Weight]) -> LayoutCheck:
-    """Packed weights of CloverLM by their largest products."""
+    """Check packed weights of CloverLM by their largest products."""
     with TensorFiles(folder) as files:
         found = [_by_product(files, weight) for weight in weights if weight.scale is not None]
     problems = gather(problem for problem in found if isinstance(problem, Problem))
@@ -102,7 +103,9 @@ def _check_products(folder: Path, weights: Sequence[Nvfp4Weight]) -> LayoutCheck
 
 
 def _by_product(files: TensorFiles, weight: Nvfp4Weight) -> Verdict | Problem:
-    """Scales that are wrong in both layouts are damaged; zeros alone tell nothing."""
+    """The layout by the largest product. Scales that are wrong in both layouts are damaged; zeros
+    show nothing.
+    """
     assert weight.scale is not None
     if not weight.tiles_evenly:
         what, expected = (
@@ -178,7 +181,7 @@ def _verdict(files: TensorFiles, weight: Nvfp4Weight) -> Verdict:
 
 
 def untile(stored: bytes, blocks: int) -> bytes:
-    """Tiled scales of whole tiles, [rows, blocks], row by row."""
+    """Row-major scales [rows, blocks] from tiled ones of whole tiles."""
     linear = bytearray(len(stored))
     tiles_across = blocks // TILE_COLUMNS
     for tile in range(len(stored) // TILE_BYTES):
@@ -191,8 +194,8 @@ def untile(stored: bytes, blocks: int) -> bytes:
 
 
 def effect(scales: bytes, blocks: int) -> float:
-    """Variance of row means plus that of column means of log2(scale), in octaves squared, less what
-    noise alone gives.
+    """Variance of row means plus that of column means of log2(scale), in octaves squared, without
+    the part that noise alone causes.
 
     An E4M3 byte is log2 of its value times 8 and a constant, within 0.09 octaves.
     """
@@ -216,8 +219,8 @@ def _variance(scales: bytes) -> float:
 def _four_over_six(
     files: TensorFiles, weight: Nvfp4Weight, stored: bytes
 ) -> tuple[float, float] | tuple[None, None]:
-    """Of the blocks with a scale above 256, how many have 4 as their largest code: read row by
-    row, and read in tiles.
+    """How many blocks with a scale above 256 have 4 as their largest code: read row by row, and
+    read in tiles.
     """
     large = [match.start() for match in ABOVE_256.finditer(stored)]
     if len(large) < MIN_BLOCKS:
@@ -235,7 +238,7 @@ def _four_over_six(
 
 
 def _tiled_block(index: int, blocks: int) -> int:
-    """Which block, counted row by row, a byte of tiled scales belongs to."""
+    """The row-major block number of a byte of tiled scales."""
     row, block = _tiled_place(index, blocks)
     return row * blocks + block
 

@@ -1,4 +1,6 @@
-"""Values of scale tensors, read without the weights: damaged ones, and the fp32 scales by name."""
+"""Reads the values of scale tensors without the weights: finds damaged ones, and returns fp32
+scales by name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LEAST_F32, LARGEST_F32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers
 
 @dataclass(frozen=True)
 class ScaleCheck:
-    """What reading every scale showed, and how many tensors and bytes that were."""
+    """Problems found in the scales, and the tensors and bytes that were read."""
 
     problems: tuple[Problem, ...]
     tensors: int
@@ -102,7 +104,7 @@ def check_values(folder: Path, weights: Iterable[Nvfp4Weight]) -> ScaleCheck:
 def _damage(
     tensor: TensorInfo, chunks: Iterator[bytes], is_divisor: bool
 ) -> tuple[str, str, str] | None:
-    """(kind, what, expected) of the first value that no exporter means."""
+    """(kind, what, expected) of the first invalid value."""
     start = 0
     for data in chunks:
         if tensor.dtype == "F8_E4M3" and (found := first_damaged(data)):
@@ -139,11 +141,11 @@ def first_damaged(data: bytes) -> tuple[int, int] | None:
 
 
 def marlin_flushes(folder: Path, weights: Iterable[Nvfp4Weight]) -> int:
-    """Of how many weights Marlin would set the smallest block scales to 0.
+    """The number of weights whose smallest block scales Marlin would set to 0.
 
     It multiplies all by the largest power of two that keeps them within 448 and drops what is then
-    below 2^-6 (vllm 0.32 marlin_utils_fp4.py): 13 to 14 octaves below the largest. That a fused
-    layer is scaled as one is left out.
+    below 2^-6 (vllm 0.32 marlin_utils_fp4.py): 13 to 14 octaves below the largest. Fused layers,
+    which are scaled as one, are not considered.
     """
     count = 0
     with TensorFiles(folder) as files:
@@ -168,7 +170,7 @@ def floats(data: bytes) -> tuple[float, ...]:
 
 
 def numbers(data: bytes, dtype: str) -> tuple[float, ...]:
-    """Little-endian F32, BF16 or F16; nothing for other types."""
+    """Little-endian F32, BF16 or F16; empty for other types."""
     if dtype == "BF16":
         return floats(b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2)))
     if dtype == "F16":
@@ -177,7 +179,7 @@ def numbers(data: bytes, dtype: str) -> tuple[float, ...]:
 
 
 def largest_scale(chunks: Iterable[bytes]) -> float:
-    """The largest E4M3 value of scales that are finite and not negative."""
+    """The largest E4M3 value among finite, non-negative scales."""
     stored = list(chunks)
     return next(
         (e4m3_value(b) for b in range(NAN - 1, 0, -1) if any(b in data for data in stored)), 0.0
@@ -187,9 +189,7 @@ def largest_scale(chunks: Iterable[bytes]) -> float:
 def read_floats(
     source: Source, tensors: Iterable[TensorInfo]
 ) -> Mapping[str, tuple[float, ...]] | None:
-    """The values of F32 `tensors` by name; None where the Hub would have to be asked too often
-    for them.
-    """
+    """The values of F32 `tensors` by name; None where they need too many requests to the Hub."""
     runs = list(_runs(tensors))
     if not isinstance(source, FolderSource) and len(runs) > MAX_HUB_REQUESTS:
         return None
@@ -204,8 +204,8 @@ def read_floats(
 
 
 def _runs(tensors: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """F32 tensors that lie near each other, to be read at once: writers put small ones side by
-    side.
+    """Groups of F32 tensors that lie close together and are read at once: writers store small ones
+    side by side.
     """
     by_file: defaultdict[str, list[TensorInfo]] = defaultdict(list)
     for tensor in tensors:

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from nibble.checkpoint.gguf.file import is_gguf
 from nibble.checkpoint.headers import LENGTH_BYTES, TensorInfo, corrupt, header_length, parse_header
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.access import Access, access, hub_error, is_model_id, not_an_id, not_cached
@@ -108,8 +109,8 @@ Source = FolderSource | HubSource
 
 
 def _take(response: Any, skip: int, count: int) -> bytes:
-    """`count` bytes of a streamed answer after `skip`; a server that ignores Range must not send
-    us a shard.
+    """`count` bytes of a streamed answer after `skip`: a server that ignores Range must not send a
+    whole shard.
     """
     data = bytearray()
     for chunk in response.iter_bytes():
@@ -134,6 +135,8 @@ def open_source(
     folder = Path(os.path.expanduser(model))
     if is_folder(folder):
         return _folder(model, folder, "local")
+    if is_gguf(folder):
+        raise needs_conversion(f"{model} is a GGUF file", model)
     if model.startswith((".", "/", "~")):
         raise NibbleError(
             ExitCode.MODEL,
@@ -152,6 +155,16 @@ def open_source(
     return _from_hub(model, revision, hub, cached)
 
 
+def needs_conversion(what: str, file: str) -> NibbleError:
+    """The error for GGUF where a model in Hugging Face's format is expected."""
+    return NibbleError(
+        ExitCode.CONFIG,
+        what=what,
+        expected="a model in Hugging Face format",
+        action=f"run `nibble convert {file} FOLDER --to nvfp4` and name FOLDER",
+    )
+
+
 def _folder(model: str, path: Path, kind: Literal["local", "cache"]) -> FolderSource:
     if blocked := unreadable_file(path):
         raise not_readable(blocked)
@@ -161,7 +174,7 @@ def _folder(model: str, path: Path, kind: Literal["local", "cache"]) -> FolderSo
 
 
 def _partial_snapshot(model: str, revision: str | None, hub: Access) -> FolderSource:
-    """Offline with an incomplete snapshot: config.json still tells most. Raises MODEL without
+    """An incomplete snapshot, used offline: config.json still has most facts. Raises MODEL without
     one.
     """
     storage = storage_folder(hub.cache, model)
@@ -190,8 +203,8 @@ def _from_hub(model: str, revision: str | None, hub: Access, cached: Path | None
 
 
 def read_json(source: Source, file: str) -> dict[str, Any] | None:
-    """The JSON object in `file`, or None when there is no such file. Raises MODEL, naming it,
-    when it is not one.
+    """The JSON object in `file`, or None without the file. Raises MODEL, naming it, for other
+    content.
     """
     size = source.files.get(file)
     if size is None:
@@ -214,7 +227,7 @@ def read_json(source: Source, file: str) -> dict[str, Any] | None:
 
 
 def read_index(source: Source) -> Index | None:
-    """The index of the weights, or None without one. Raises MODEL for one that cannot be read."""
+    """The index of the weights, or None without one. Raises MODEL for an unreadable index."""
     indexes = [file for file in _root_files(source) if file.endswith(".safetensors.index.json")]
     if not indexes:
         return None
@@ -234,9 +247,9 @@ def read_index(source: Source) -> Index | None:
 
 
 def weight_files(source: Source, index: Index | None) -> tuple[str, ...] | None:
-    """The safetensors files vLLM would load, or None when weights are absent or of another format.
+    """The safetensors files that vLLM would load, or None for absent weights or another format.
 
-    Raises MODEL when `index` names a shard that is not there.
+    Raises MODEL when `index` names an absent shard.
     """
     if index is None:
         return tuple(file for file in _root_files(source) if file.endswith(".safetensors")) or None
@@ -260,14 +273,13 @@ def weight_files(source: Source, index: Index | None) -> tuple[str, ...] | None:
 
 
 def _root_files(source: Source) -> list[str]:
-    """Files a server needs that are in no folder, sorted."""
+    """The files in the root folder that a server needs, sorted."""
     listing = [RemoteFile(path, size, None, None) for path, size in source.files.items()]
     return [file.path for file in select(listing) if "/" not in file.path]
 
 
 def read_tensors(source: Source, index: Index | None) -> Tensors | None:
-    """Every tensor of the checkpoint by name, or None when there are no safetensors headers to
-    read.
+    """Every tensor of the checkpoint by name, or None without safetensors headers.
 
     Raises MODEL, naming the file, for a corrupt or truncated one.
     """
@@ -285,8 +297,8 @@ def read_tensors(source: Source, index: Index | None) -> Tensors | None:
 
 
 def _check_copies(source: Source, one: TensorInfo, other: TensorInfo) -> None:
-    """Raise MODEL for a tensor that two files hold with different values; those of a repository
-    on the Hub are not read.
+    """Raise MODEL for a tensor that two files hold with different values; files on the Hub are not
+    compared.
     """
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     starts = range(0, one.nbytes if same and source.path else 0, COPY_CHUNK_BYTES)
@@ -323,7 +335,7 @@ def _name(source: Source, file: str) -> str:
 
 
 def download_bytes(source: Source) -> int:
-    """Bytes a complete download of what a server needs takes."""
+    """Bytes of all files that a server needs."""
     return sum(
         f.size for f in select([RemoteFile(p, s, None, None) for p, s in source.files.items()])
     )

@@ -14,9 +14,9 @@ from nibble.machine.disk import gib
 
 
 def check_scales(checkpoint: Checkpoint, with_draft: bool) -> list[str]:
-    """How much was read and how long it took: scales, and what is small and not quantized.
+    """Check scales and small unquantized tensors; returns how much was read and how long it took.
 
-    Raises MODEL or CONFIG, naming the first tensor that is wrong.
+    Raises MODEL or CONFIG, naming the first wrong tensor.
     """
     weights = [weight for weight in checkpoint.nvfp4 if with_draft or not weight.is_draft]
     if checkpoint.path is None or not weights:

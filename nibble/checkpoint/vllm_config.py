@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nibble.checkpoint.modelopt import MODELOPT
 from nibble.checkpoint.nvfp4 import EXPERT
-from nibble.checkpoint.scheme import MODELOPT, Scheme
+from nibble.checkpoint.scheme import Scheme
 
 Config = Mapping[str, Any]
 # What vLLM 0.32 knows in hf_quant_config.json alone, and the keys it wants there of NVFP4.
@@ -27,7 +28,9 @@ LEGACY_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """A quantization config for vLLM, and why it is not the checkpoint's own (empty: it is)."""
+    """A quantization config for vLLM, and why it differs from the checkpoint's (empty: it does
+    not).
+    """
 
     config: Config = field(repr=False)
     reasons: tuple[str, ...] = ()
@@ -53,7 +56,9 @@ def config_for_vllm(
 
 
 def declared_config(config: Config, hf_quant_config: Config | None) -> Config | None:
-    """In vLLM's order: transformers_utils/config.py:890-902, then weight_utils.py:235-242."""
+    """The quantization config that vLLM finds, in its order: transformers_utils/config.py:890-902,
+    then weight_utils.py:235-242.
+    """
     text = config.get("text_config")
     places = (
         config.get("quantization_config"),
@@ -75,9 +80,7 @@ def _inner(declared: Config) -> Config:
 
 
 def _is_unread(legacy: Config) -> bool:
-    """Whether vLLM 0.32 would refuse, or ignore, a known algorithm in hf_quant_config.json
-    alone.
-    """
+    """Whether vLLM 0.32 refuses or ignores a known algorithm in hf_quant_config.json alone."""
     name, producer = algorithm(legacy), legacy.get("producer")
     if name not in (*MODELOPT, "MIXED_PRECISION"):
         return False
@@ -91,7 +94,7 @@ def _is_unread(legacy: Config) -> bool:
 
 
 def modern(legacy: Config) -> dict[str, Any]:
-    """hf_quant_config.json in the form ModelOpt 0.31 and later put into config.json."""
+    """hf_quant_config.json in the form that ModelOpt 0.31 and later write into config.json."""
     inner = _inner(legacy)
     found: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": algorithm(legacy),
                              "ignore": list(inner.get("exclude_modules") or ())}  # fmt: skip
@@ -109,8 +112,8 @@ def modern(legacy: Config) -> dict[str, Any]:
 
 
 def _with_layers(declared: Config, hf_quant_config: Config) -> Config:
-    """MIXED_PRECISION before ModelOpt 0.43 has its map of layers in hf_quant_config.json only,
-    where vLLM looks for it.
+    """The config with the map of layers of hf_quant_config.json: for MIXED_PRECISION, ModelOpt
+    before 0.43 writes it there alone, where vLLM reads it.
     """
     layers = _inner(hf_quant_config).get("quantized_layers")
     if (
@@ -123,9 +126,9 @@ def _with_layers(declared: Config, hf_quant_config: Config) -> Config:
 
 
 def one_expert_a_layer(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """A map of quantized layers that names one expert for all of a layer where they are alike.
+    """A map of quantized layers with one entry for all equal experts of a layer.
 
-    vLLM asks for the experts of a layer as a whole and takes the first entry below it
+    vLLM looks up the experts of a layer as a whole and takes the first entry below it
     (modelopt.py:1755); a map of every expert would not fit a command line.
     """
     kinds: dict[str, set[str]] = {}
@@ -145,7 +148,7 @@ def one_expert_a_layer(layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_only(declared: Config) -> dict[str, Any]:
-    """The same config with activations left in the model's type, where weights are NVFP4."""
+    """The same config with unquantized activations for NVFP4 weights."""
     if re.sub("_", "-", str(declared.get("quant_method", ""))) == "compressed-tensors":
         groups = declared.get("config_groups") or {}
         return {

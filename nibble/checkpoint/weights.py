@@ -12,20 +12,9 @@ from typing import Any
 from nibble.checkpoint.headers import TensorInfo
 
 KINDS = (
-    "attention",
-    "linear_attention",
-    "mlp",
-    "moe_experts",
-    "shared_experts",
-    "router",
-    "embedding",
-    "lm_head",
-    "norm",
-    "vision",
-    "draft",
-    "scales",
-    "other",
-)
+    "attention", "linear_attention", "mlp", "moe_experts", "shared_experts", "router", "embedding",
+    "lm_head", "norm", "vision", "draft", "scales", "other",
+)  # fmt: skip
 
 # Ends of names that hold scales, zero points and global factors of a quantized weight, in any
 # dtype.
@@ -171,8 +160,8 @@ def _active_share(
 def _active(amount: Mapping[str, int], expert_share: float | None) -> int | None:
     """Bytes or parameters that one token of the language model uses.
 
-    Without a separate output head the token reads the embedding as one (tied), else one row of it,
-    which counts as nothing.
+    Without a separate output head a token reads the whole embedding (tied); otherwise it reads one
+    row, which counts as 0.
     """
     if expert_share is None:
         return None
@@ -233,12 +222,9 @@ def is_packed(tensor: TensorInfo, tensors: Mapping[str, TensorInfo]) -> bool:
     if tensor.name.endswith(("weight_packed", "_blocks")):
         return True
     ends = (
-        "_scale",
-        "_scales",
-        "_weight_scale",
-        ".quant_state.bitsandbytes__nf4",
+        "_scale", "_scales", "_weight_scale", ".quant_state.bitsandbytes__nf4",
         ".quant_state.bitsandbytes__fp4",
-    )
+    )  # fmt: skip
     return any(tensor.name + end in tensors for end in ends)
 
 

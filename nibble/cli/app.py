@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nibble import __version__
-from nibble.cli.groups import FREE_WORDS, GROUPS, Json, Words, print_json, wanted
-from nibble.errors import ExitCode, NibbleError
+from nibble.cli import cache, cluster, patches, recipes
+from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
+from nibble.cli.failures import guarded
+from nibble.errors import ExitCode
 from nibble.machine.early_stop import stop_early
 
 app = typer.Typer(
@@ -23,6 +23,12 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: rich would take half of its time
     help="Serve NVFP4 models on vLLM.",
 )
+GROUPS = {
+    "recipes": recipes.app,
+    "patches": patches.app,
+    "cache": cache.app,
+    "cluster": cluster.app,
+}
 for name, group in GROUPS.items():
     app.add_typer(group, name=name)
 
@@ -43,9 +49,9 @@ Port = Annotated[
 @app.command()
 def stop(port: Port = None) -> None:
     """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, or
-    10 without a server.
+    0 without a server.
     """
-    from nibble.cli.serve import background_place, say
+    from nibble.cli.serve import background_place
     from nibble.serve.background import stop as run
 
     code, said = run(background_place(port, dict(os.environ)))
@@ -76,17 +82,17 @@ def plan(words: Words = None) -> None:
     every source of one flag or variable.
     """
     from nibble.cli.explain import explain, split_words
-    from nibble.plan.gather import plan_for, read_wishes
+    from nibble.plan.gather import plan_for, read_wishes, with_default_model
 
     kept, name = split_words(wanted(words, "plan"))
-    asked = read_wishes(kept, dict(os.environ), ("--json",))
+    asked = with_default_model(read_wishes(kept, dict(os.environ), ("--json",)))
     found = plan_for(asked)
     if name is not None:
         explain(found, name, "--json" in asked.command.rest)
     elif "--json" in asked.command.rest:
         print_json(found.to_json())
     else:
-        from nibble.cli.show import show_plan
+        from nibble.cli.show_plan import show_plan
 
         show_plan(found)
 
@@ -112,7 +118,10 @@ def inspect(words: Words = None) -> None:
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder, the id of a pulled model, or a demo.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="A folder, the id of a pulled model, a demo, or a GGUF file (nvfp4)."),
+    ],
     dest: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     to: Annotated[
         str,
@@ -121,8 +130,8 @@ def convert(
             help=(
                 "Layout: modelopt, compressed-tensors or quartet-packed, with the same NVFP4"
                 " numbers;"
-                " or nvfp4, which quantizes a BF16 model in ModelOpt's layout (CloverLM in"
-                " Quartet's)."
+                " or nvfp4, which quantizes a BF16 model or a GGUF file in ModelOpt's layout"
+                " (CloverLM in Quartet's)."
             ),
         ),
     ],
@@ -140,10 +149,19 @@ def convert(
         typer.Option(
             help=(
                 "Text file whose lines the model reads to measure the activation scales of"
-                " --activations fp4."
+                " --activations fp4, or for --method gptq. Default of gptq: Python's manual."
             )
         ),
     ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Quantization of --to nvfp4: round, or gptq, which is closer to the BF16 model and"
+                " needs llm-compressor (docs/nvfp4.md)."
+            )
+        ),
+    ] = "round",
     four_over_six: Annotated[
         bool,
         typer.Option(
@@ -157,12 +175,15 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an NVFP4 checkpoint in another layout, or a BF16 one in NVFP4."""
+    """Write an NVFP4 checkpoint in another layout, or a BF16 model or a GGUF file in NVFP4."""
     from nibble.checkpoint.convert import convert as run
-    from nibble.checkpoint.convert import read_wishes
+    from nibble.checkpoint.convert.wishes import read_wishes
+    from nibble.cli.common import say
+    from nibble.cli.pull_progress import shown
 
-    wishes = read_wishes(activations, calibrate, four_over_six, exclude or ())
-    done = run(source, dest, to, wishes)
+    wishes = read_wishes(activations, calibrate, four_over_six, exclude or (), method)
+    with shown(say) as on_progress:
+        done = run(source, dest, to, wishes, on_progress)
     (
         print_json(vars(done))
         if as_json
@@ -217,7 +238,7 @@ def pull(words: Words = None) -> None:
     """Download a model completely and verify it; --dry-run: only say what would come, from where
     and whether it fits.
     """
-    from nibble.cli.serve import pull_model as run
+    from nibble.cli.pull import pull_model as run
 
     result, as_json = run(wanted(words, "pull"), dict(os.environ))
     if as_json:
@@ -240,7 +261,7 @@ def doctor(
     """Check this machine for what stops or slows a server."""
     from nibble.cli.doctor.bundle import open_bundle, write_bundle
     from nibble.cli.doctor.checks import diagnose
-    from nibble.cli.show import show_report
+    from nibble.cli.doctor.show import show_report
 
     environ = dict(os.environ)
     file = open_bundle(bundle) if bundle else None
@@ -275,7 +296,7 @@ def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
 @app.command()
 def version(as_json: Json = False) -> None:
     """Show versions of nibble and of the software that it runs."""
-    from nibble.cli.show import versions
+    from nibble.cli.version import versions
 
     found = versions()
     if as_json:
@@ -332,69 +353,7 @@ def verbs() -> list[str]:
 def main() -> None:
     """Run, and turn every failure into one line and its exit code."""
     stop_early(sys.argv[1:])  # again: an older console script begins here
-    sys.exit(_guarded(lambda: app(standalone_mode=False)))
-
-
-def _guarded(run: Callable[[], Any]) -> int:
-    try:
-        return int(run() or 0)
-    except NibbleError as error:
-        print(f"nibble: error: {error.line()}", file=sys.stderr)
-        return int(error.code)
-    except typer.Exit as done:
-        return int(done.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
-    except BrokenPipeError:  # `nibble plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.OK)
-    except Exception as error:
-        return _failed(error)
-
-
-def _failed(error: Exception) -> int:
-    """A usage error of typer, or a defect of nibble; a traceback only on request."""
-    message = getattr(error, "format_message", None)
-    if message is not None:
-        is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
-        print(
-            message() if is_help else f"nibble: error: {message()}; see `nibble --help`",
-            file=sys.stderr,
-        )
-        return int(ExitCode.USAGE)
-    if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
-        raise error
-    detail = f"{type(error).__name__}: {error}".splitlines()[0]
-    written = _write_traceback(error)
-    where = (
-        f"with the traceback in {written}"
-        if written
-        else "with NIBBLE_DEBUG=1 nibble shows the traceback"
-    )
-    print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
-    return int(ExitCode.INTERNAL)
-
-
-def _write_traceback(error: Exception) -> Path | None:
-    """The traceback in a file for this user alone, beside nibble's state or where temporary
-    files go; None where neither.
-    """
-    import tempfile
-    import traceback
-
-    from nibble.machine.paths import cache_dir
-
-    text = "".join(traceback.format_exception(error))
-    for folder in (cache_dir, lambda: Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError, NibbleError):
-            folder().mkdir(parents=True, exist_ok=True)
-            path = folder() / "last-fault.txt"
-            path.unlink(missing_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-            return path
-    return None
+    sys.exit(guarded(lambda: app(standalone_mode=False)))
 
 
 def _version_option(value: bool) -> None:

@@ -8,28 +8,85 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from nibble.engine.installed import compiled_id
+import typer
+
+from nibble.cli.common import Json, print_json
 from nibble.errors import ExitCode, NibbleError
-from nibble.machine.disk import gib
-from nibble.plan.compile_cache import FOLDER
-from nibble.plan.gather import read_wishes
-from nibble.serve.compile_cache import Entry, damage, drop, entries, sweep, to_prune
+
+if TYPE_CHECKING:
+    from nibble.serve.compile_cache import Entry
 
 DAY_S = 86400.0
+
+app = typer.Typer(no_args_is_help=True, help="Compiled code that the next start reuses.")
+
+
+@app.command("ls")
+def cache_ls(as_json: Json = False) -> None:
+    """Every entry: its size, what it is for, when it was used last."""
+    from nibble.engine.installed import compiled_id
+
+    there = found(dict(os.environ))
+    print_json([entry.to_json() for entry in there]) if as_json else show(there, compiled_id())
+
+
+@app.command("verify")
+def cache_verify(as_json: Json = False) -> None:
+    """Compare every entry with its record, and drop those that differ: the next start compiles
+    them again.
+    """
+    results = verify(dict(os.environ))
+    if as_json:
+        print_json([vars(result) for result in results])
+    else:
+        for result in results:
+            print(result.line())
+
+
+@app.command("prune")
+def cache_prune(
+    older_than: Annotated[
+        float | None,
+        typer.Option("--older-than", metavar="DAYS", help="Remove entries unused for longer."),
+    ] = None,
+    max_gib: Annotated[
+        float | None,
+        typer.Option("--max-gib", help="Remove the least recently used until the rest fits."),
+    ] = None,
+    all_but_current: Annotated[
+        bool,
+        typer.Option(
+            "--all-but-current", help="Remove entries of builds other than the installed one."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what it would remove.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove entries no server uses, by age, size or build."""
+    gone = prune(dict(os.environ), older_than, max_gib, all_but_current, dry_run)
+    if as_json:
+        print_json([entry.to_json() for entry in gone])
+    else:
+        freed = sum(entry.size_bytes for entry in gone)
+        for entry in gone:
+            print(f"{'would remove' if dry_run else 'removed'} {entry.folder}")
+        print(f"{len(gone)} entries, {freed} bytes")
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of one entry; `problems` where it is not sound."""
+    """The result for one entry; `problems` lists what differs from its record."""
 
     name: str
     state: Literal["sound", "not recorded", "dropped", "damaged, in use"]
     problems: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """For people."""
+        """One line for the terminal."""
         more = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
         return f"{self.name}: {self.state}" + (
             f": {self.problems[0]}{more}" if self.problems else ""
@@ -37,7 +94,10 @@ class Verified:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """The folder of all entries. Raises CONFIG where this user may not look into it."""
+    """The folder of all entries. Raises CONFIG where this user may not read it."""
+    from nibble.plan.compile_cache import FOLDER
+    from nibble.plan.gather import read_wishes
+
     root = read_wishes([], environ).cache / FOLDER
     try:
         os.listdir(root)
@@ -52,7 +112,9 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def found(environ: Mapping[str, str]) -> list[Entry]:
-    """Every entry, the one used last first."""
+    """Every entry, the most recently used first."""
+    from nibble.serve.compile_cache import entries
+
     return entries(cache_root(environ))
 
 
@@ -60,7 +122,8 @@ def show(there: Sequence[Entry], build: str) -> None:
     """The entries as a table."""
     from rich.markup import escape
 
-    from nibble.cli.show import plain_table, wide_console
+    from nibble.cli.tables import plain_table, wide_console
+    from nibble.machine.disk import gib
 
     table = plain_table("entry", "size", "last used", "for")
     for entry in there:
@@ -84,13 +147,17 @@ def show(there: Sequence[Entry], build: str) -> None:
 
 
 def verify(environ: Mapping[str, str]) -> list[Verified]:
-    """Read every entry; drop what is damaged and not in use."""
+    """Compare every entry with its record; drop damaged entries that no server uses."""
+    from nibble.serve.compile_cache import entries, sweep
+
     root = cache_root(environ)
     sweep(root)
     return [_verified(entry) for entry in entries(root)]
 
 
 def _verified(entry: Entry) -> Verified:
+    from nibble.serve.compile_record import damage
+
     name = entry.folder.name
     if problems := tuple(damage(entry.folder)):
         return Verified(name, "dropped" if _drop(entry) else "damaged, in use", problems)
@@ -104,9 +171,13 @@ def prune(
     all_but_current: bool,
     dry_run: bool,
 ) -> list[Entry]:
-    """Remove entries; those that are gone (or would be). Raises USAGE without any limit, CONFIG
-    where nothing can be removed.
+    """Remove entries and return them; with `dry_run` only select them.
+
+    Raises USAGE without a condition, CONFIG where this user cannot remove an entry.
     """
+    from nibble.engine.installed import compiled_id
+    from nibble.serve.compile_cache import entries, sweep, to_prune
+
     if older_than_days is None and max_gib is None and not all_but_current:
         action = "pass --older-than DAYS, --max-gib N or --all-but-current"
         raise NibbleError(
@@ -134,6 +205,8 @@ def prune(
 
 
 def _drop(entry: Entry) -> bool:
+    from nibble.serve.compile_cache import drop
+
     try:
         return drop(entry.folder)
     except OSError as error:

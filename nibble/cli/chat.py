@@ -18,7 +18,9 @@ TIMEOUT_SECONDS = 600
 
 
 def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) -> None:
-    """Print the answer to `question`. Raises NibbleError where no server answers or it refuses."""
+    """Print the answer to `question`. Raises NibbleError where no server answers or the server
+    refuses.
+    """
     settings = read_wishes([], environ).settings
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     body = {

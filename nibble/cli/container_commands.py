@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nibble.serve.ready_message import QUESTION
 from nibble.settings.options import default_of
 
 VOLUME = "nibble-cache:/var/cache/nibble"
@@ -18,12 +19,12 @@ TOKEN = "/var/cache/nibble/ray_auth_token"
 
 
 def stop_timeout_s() -> int:
-    """How long a container may take to stop: the drain and a margin."""
+    """Seconds that a container may take to stop: the drain and a margin."""
     return int(default_of("drain_seconds")) + AFTER_THE_DRAIN_S
 
 
 def serve_command(target: str, model: str, *options: str) -> str:
-    """A server whose API only this machine reaches."""
+    """A server whose API only this machine reaches; `model` is empty for the default one."""
     words = ["docker run --rm", f"--name {NAME}", *options, "-p 127.0.0.1:8000:8000"]
     return wrapped(
         [
@@ -31,19 +32,18 @@ def serve_command(target: str, model: str, *options: str) -> str:
             f"--stop-timeout {stop_timeout_s()}",
             f"-v {VOLUME}",
             f"nibble:{target}",
-            "serve",
-            model,
+            f"serve {model}".rstrip(),
         ]
     )
 
 
 def verb_command(words: str, *options: str) -> str:
-    """Another verb of nibble, with the cache volume."""
+    """The command for another verb of nibble, with the cache volume."""
     return wrapped(["docker run --rm", *options, f"-v {VOLUME}", "nibble:cpu", words])
 
 
 def wrapped(parts: Sequence[str]) -> str:
-    """One command, with a line break between parts where a line would get too long."""
+    """One command, with a line break between parts where a line would be too long."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) > WIDTH:
@@ -56,8 +56,8 @@ def wrapped(parts: Sequence[str]) -> str:
 
 def cpu_commands() -> list[str]:
     """Quick start without a GPU, with Docker's own 64 MiB of shared memory."""
-    ask = f'docker exec {NAME} nibble chat "What is NVFP4?"'
-    return ["./build.sh cpu", serve_command("cpu", CPU_MODEL), ask]
+    ask = f'docker exec {NAME} nibble chat "{QUESTION}"'
+    return ["./build.sh cpu", serve_command("cpu", ""), ask]
 
 
 def gpu_commands() -> list[str]:
@@ -67,14 +67,14 @@ def gpu_commands() -> list[str]:
 
 
 def hardened_commands() -> list[str]:
-    """Without privileges; only the volume and /tmp can be written."""
+    """A server without privileges that can write only the volume and /tmp."""
     options = ["--gpus all", "--read-only", f"--tmpfs {TMPFS}", f"--shm-size {SHM_SIZE_OF_GPUS}"]
     options += ["--cap-drop ALL", "--security-opt no-new-privileges"]
     return [serve_command(GPU_TARGET, GPU_MODEL, *options)]
 
 
 def look_commands() -> list[str]:
-    """What can be asked of an image without a server."""
+    """Commands that inspect an image without a server."""
     return [
         verb_command(f"doctor {CPU_MODEL}"),
         verb_command(f"plan {CPU_MODEL}"),
@@ -83,13 +83,15 @@ def look_commands() -> list[str]:
 
 
 def owner_commands() -> list[str]:
-    """A volume for another user: everything in it, for group 0 too."""
+    """Give a volume to another user: everything in it, and group 0."""
     script = "'chown -R 2000:0 /var/cache/nibble && chmod -R g+rwX /var/cache/nibble'"
     return [verb_command(f"bash -c {script}", "--user 0:0")]
 
 
 def token_commands() -> list[str]:
-    """The cluster's token from the head's volume into another node's, each as the image's user."""
+    """Copy the cluster's token from the head's volume into another node's, each as the image's
+    user.
+    """
     store = f"'umask 027 && cat > {TOKEN}'"
     return [
         "# on the machine of the head",

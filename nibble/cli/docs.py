@@ -45,7 +45,7 @@ def options_table() -> str:
 
 
 def other_names_table() -> str:
-    """Variables with our prefix that are not options of the server."""
+    """Variables with nibble's prefix that are not options of the server."""
     rows = ["| environment | meaning |", "|---|---|"]
     return "\n".join(
         rows + [f"| `{name}` | {meaning} |" for name, meaning in OTHER_NIBBLE_NAMES.items()]
@@ -59,8 +59,8 @@ def owned_table() -> str:
 
 
 def dead_table() -> str:
-    """Variables of old guides and what becomes of them; `1` stands for the value where the
-    effect depends on it.
+    """Variables of old guides and their replacements; `1` stands for the value where the effect
+    depends on it.
     """
     rows = ["| variable | what nibble does |", "|---|---|"]
     for name, successor in DEAD_VARIABLES.items():
@@ -121,7 +121,7 @@ def recipes_table() -> str:
 
 
 def risks_table() -> str:
-    """Every known risk: where, what nibble does, why and on whose word."""
+    """Every known risk: where it applies, what nibble does, the reason and the source."""
     rows = ["| id | where | what nibble does | why | source | row |", "|---|---|---|---|---|---|"]
     for rule in load_rules(root()):
         row = (

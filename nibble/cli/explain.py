@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.markup import escape
 
-from nibble.cli.groups import print_json
-from nibble.cli.show import plain_table, wide_console
+from nibble.cli.common import print_json
+from nibble.cli.tables import plain_table, wide_console
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Layer
@@ -54,7 +54,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def explain(plan: Plan, name: str, as_json: bool) -> None:
-    """Print the history of a flag or variable. Raises USAGE for a name that neither has."""
+    """Print the history of a flag or variable. Raises USAGE for an unknown name."""
     shown, rows = history(plan, name)
     if as_json:
         print_json({"name": shown, "history": rows})

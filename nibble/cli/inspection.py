@@ -20,6 +20,7 @@ from nibble.checkpoint.source import Source, open_source
 from nibble.checkpoint.vllm_config import declared_config
 from nibble.checkpoint.weights import is_scale, kind_of
 from nibble.errors import ExitCode, NibbleError
+from nibble.hub.packaged import PACKAGED, not_here
 from nibble.machine.disk import gib
 from nibble.plan.gather import Asked, hub_environ, local_model
 from nibble.plan.nvfp4_options import is_tied
@@ -30,7 +31,7 @@ SMALL_SCALE_BYTES = 2 << 30  # of block scales that are read without --deep
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that `nibble inspect` tells; `to_json` is the same as plain data."""
+    """The result of `nibble inspect`; `to_json` gives it as plain data."""
 
     checkpoint: Checkpoint = field(repr=False)
     producer: str
@@ -52,7 +53,7 @@ class Inspection:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The verdict in one sentence."""
         if self.refusal:
             return f"refused: {self.refusal}"
         if self.layout and self.layout.wrong:
@@ -135,16 +136,19 @@ def inspect_model(asked: Asked, deep: bool) -> Inspection:
             expected="a folder or an id",
             action="write `nibble inspect MODEL`",
         )
-    model = str(local_model(settings.model) or settings.model)
+    folder = local_model(settings.model, asked.cache)
+    if folder is None and (package := PACKAGED.get(settings.model)):
+        raise not_here(package)
+    model = str(folder or settings.model)
     source = open_source(model, settings.revision, hub_environ(asked))
     return inspect(source, read_source(source), deep)
 
 
 def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspection:
-    """Look at the checkpoint that was read from `source`.
+    """Inspect the checkpoint that was read from `source`.
 
-    Reads headers and fp32 scales; in a folder the block scales too, where they are less than 2 GiB
-    or `deep` is asked for.
+    It reads headers and fp32 scales; in a folder also block scales, if they are less than 2 GiB or
+    with `deep`.
     """
     nvfp4, folder = checkpoint.nvfp4, checkpoint.path
     scale_bytes = sum(weight.scale.nbytes for weight in nvfp4 if weight.scale)
@@ -190,7 +194,7 @@ def inspect(source: Source, checkpoint: Checkpoint, deep: bool = False) -> Inspe
 
 
 def _refusal(checkpoint: Checkpoint, problems: Iterable[Problem]) -> NibbleError | None:
-    """Why `serve` would not start with it on any machine; drafts do not count."""
+    """Why `serve` would refuse the checkpoint on any machine; defects of drafts do not count."""
     try:
         check_checkpoint(checkpoint, {})
     except NibbleError as error:
@@ -255,7 +259,7 @@ def _scales_read(reads_all: bool, scale_bytes: int, has_values: bool) -> str:
 def _vllm_alone(
     checkpoint: Checkpoint, groups: Iterable[FusedGroup], wrong: tuple[str, ...], flushed: int
 ) -> Iterable[str]:
-    """What pristine vLLM 0.32.0 would do wrong with this checkpoint, in words."""
+    """What pristine vLLM 0.32.0 would compute wrongly with this checkpoint, in words."""
     if not checkpoint.scheme.is_nvfp4:
         return
     yield from _merge_errors(groups)

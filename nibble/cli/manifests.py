@@ -29,33 +29,18 @@ ENTRY = "tini -- /opt/nibble/docker/start.sh"
 # in the Secret that KubeRay makes and names after the cluster (kuberay utils/constant.go)
 RAY_TOKEN_KEY = "auth_token"
 # Not for the pods: what each gets from its place, from its image, or for this machine only.
-_OF_THIS_MACHINE = frozenset(
-    (
-        "cache_dir",
-        "cluster",
-        "config",
-        "head_ip",
-        "host",
-        "nnodes",
-        "node_rank",
-        "num_gpus",
-        "target",
-        "worker_ip",
-    )
-)
+_OF_THIS_MACHINE = frozenset((
+    "cache_dir", "cluster", "config", "head_ip", "host", "nnodes", "node_rank", "num_gpus",
+    "target", "worker_ip",
+))  # fmt: skip
 # Variables other than nibble's options that vLLM, Ray, NCCL, Gloo or the Hub's client in
 # the pods need as they are here …
 _OF_OTHERS = ("VLLM_", "RAY_", "NCCL_", "GLOO_", "HF_ENDPOINT")
 # … but for this machine's folders and addresses, what a pod has from its operator, and secrets …
 _NOT_FOR_PODS = (
-    "VLLM_CACHE_ROOT",
-    "VLLM_CONFIG_ROOT",
-    "VLLM_HOST_IP",
-    "RAY_ADDRESS",
-    "RAY_AUTH_",
-    "RAY_REDIS_PASSWORD",
-    "RAY_TMPDIR",
-)
+    "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "RAY_ADDRESS", "RAY_AUTH_",
+    "RAY_REDIS_PASSWORD", "RAY_TMPDIR",
+)  # fmt: skip
 # … and of them what Ray's nodes need too: agent, preflight and all-reduce run there. vLLM's ranks
 # have the server's environment.
 _FOR_RAY_NODES = ("RAY_", "NCCL_", "GLOO_", "VLLM_NCCL_SO_PATH")
@@ -64,7 +49,7 @@ _DRAIN_MARGIN_S = 30
 
 
 def read_kind(word: str) -> Kind:
-    """`word` as a kind. Raises USAGE."""
+    """`word` as a kind of manifest. Raises USAGE for another word."""
     if word not in ("kuberay", "lws"):
         raise NibbleError(
             ExitCode.USAGE,
@@ -76,7 +61,7 @@ def read_kind(word: str) -> Kind:
 
 
 def words_for(command: CommandLine) -> list[str]:
-    """The words of `serve` in the pods: those given here, but for options of this machine."""
+    """The words of `serve` in the pods: the given ones without options of this machine."""
     ours = [
         f"{options()[field].flag}={value}"
         for field, value in command.values.items()
@@ -87,10 +72,9 @@ def words_for(command: CommandLine) -> list[str]:
 
 
 def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ`, as it was given here, that the pods need too: name -> value, no
-    secrets.
+    """The given variables that the pods need too: name -> value, without secrets.
 
-    Raises CONFIG where some are in a file, which the pods would not have.
+    Raises CONFIG for variables in a file, which the pods would not have.
     """
     if asked.settings.config:
         what = f"the settings file {asked.settings.config} would not be in the pods"
@@ -134,7 +118,7 @@ def carried(asked: Asked, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _words_for_pods(flags: Flags) -> list[str]:
-    """Flags of vLLM without those that are options of this machine."""
+    """vLLM's flags without options of this machine."""
     ours = {options()[field].vllm for field in _OF_THIS_MACHINE}
     return [
         word
@@ -237,7 +221,7 @@ def _ray_cluster(
 def _leader_worker_set(
     plan: Plan, words: list[str], image: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The leader is rank 0."""
+    """Build the manifest; the leader is rank 0."""
     topology = plan.topology
     serve = {
         **_container(
@@ -271,8 +255,8 @@ def _name(plan: Plan) -> str:
 
 
 def _settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What was set here, with the plan's parallel sizes, which a recipe may have brought, and
-    the port that the probes ask.
+    """The user's settings, the plan's parallel sizes (which a recipe may set), and the port of the
+    probes.
     """
     names = {
         "--tensor-parallel-size": "TENSOR_PARALLEL_SIZE",
@@ -286,7 +270,7 @@ def _settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _node_settings(plan: Plan, environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Of what was set here, as variable or flag, what a Ray node needs beside the server."""
+    """The user's variables and flags that a Ray node needs besides the server."""
     found = {name: value for name, value in environ.items() if name.startswith(_FOR_RAY_NODES)}
     for field in _SETTINGS_OF_RAY_NODES:
         value = getattr(plan.settings, field)

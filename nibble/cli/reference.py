@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nibble.cli.common import say
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import cache_dir
 from nibble.plan.choice import values_of
@@ -36,10 +37,10 @@ def make(
     answer_tokens: int,
     out: Path | None,
 ) -> dict[str, Any]:
-    """Compute and write; what was done, as plain data. Raises MODEL where there can be no
-    reference.
+    """Compute and write a reference; returns a summary as plain data. Raises MODEL for a model that
+    has none.
     """
-    from nibble.cli.serve import fetched, say
+    from nibble.cli.serve import fetched
     from nibble.hub.pull import as_lines
 
     if activations not in (None, "fp4", "bf16"):
@@ -93,9 +94,8 @@ def references_for(
     say: Say,
     phase: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Path]:
-    """Activations -> reference, for this start; makes the one that the plan wants, within `phase`.
-
-    What fails is told and ends nothing.
+    """Activations -> reference, for this start. It computes the one that the plan needs, within
+    `phase`; a failure is reported and does not stop the start.
     """
     choice, checkpoint = plan.choices["reference"], plan.checkpoint
     if (
@@ -122,8 +122,8 @@ def references_for(
 
 
 def beside_the_load(make: Callable[[], dict[str, Path]]) -> Callable[[], dict[str, Path]]:
-    """`make` in a thread; what it gives once it is over. The process that computes ends with
-    this one.
+    """Run `make` in a thread; the returned function waits for its result. The process that computes
+    ends with this one.
     """
     found: dict[str, Path] = {}
     thread = threading.Thread(target=lambda: found.update(make()), name="reference", daemon=True)
@@ -181,9 +181,7 @@ def _make_for_a_start(
 
 
 def _problem_file(place: Path) -> Path:
-    """Beside a reference that could not be made: the reason, so that later starts do not try
-    again.
-    """
+    """The file with the reason of a failed reference, so that later starts do not try again."""
     return place.with_suffix(".problem")
 
 

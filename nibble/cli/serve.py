@@ -1,10 +1,9 @@
-"""`nibble serve` and `nibble pull`: from the request to plan, model on disk, checks and vLLM."""
+"""`nibble serve`: from the request to plan, model on disk, checks and vLLM."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -13,22 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
-from nibble.cli.pull_progress import shown
+from nibble.checkpoint.from_package import make as make_packaged
+from nibble.cli.common import say
 from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub.dry_run import plan_pull, refuse_what_does_not_fit
-from nibble.hub.pull import OnProgress, Progress, PullResult, as_lines, pull
-from nibble.machine.paths import demo_models, root
+from nibble.hub.packaged import PACKAGED, Unobtainable
+from nibble.hub.pull import OnProgress, Progress, as_lines, pull
 from nibble.machine.processes import stop_signals, survive_memory_pressure
 from nibble.plan.environment import on_hub
 from nibble.plan.files import Fetch, fetch_files
-from nibble.plan.gather import Asked, hub_environ, plan_for, read_wishes
+from nibble.plan.gather import (
+    Asked,
+    hub_environ,
+    plan_for,
+    read_wishes,
+    with_default_model,
+    with_embedded_model,
+)
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
-from nibble.printable import printable
-from nibble.recipes.recipe import load_recipe
 from nibble.serve.api_key import KeyDecision, resolve_api_key
 from nibble.serve.background import VARIABLE, Place, detach, note_end, registered
 from nibble.serve.compile_cache import Use
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until a stop, or start a server in the background; the exit code of the whole."""
-    asked = read_wishes(words, environ, ("--json", "--detach"))
+    asked = with_default_model(read_wishes(words, environ, ("--json", "--detach")))
     settings = asked.settings
     place = _place(asked)
     if "--detach" in asked.command.rest:
@@ -74,7 +78,7 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
 
 
 def background_place(port: int | None, environ: dict[str, str]) -> Place:
-    """Where the server of a port (None: PORT, else 8000) keeps its record and log."""
+    """The record and log of the server on a port (None: PORT, else 8000)."""
     return _place(read_wishes([] if port is None else ["--port", str(port)], environ))
 
 
@@ -107,7 +111,7 @@ def _detach(place: Place, words: Sequence[str], environ: dict[str, str], as_json
 
 
 def _serve(asked: Asked, on_ready: Callable[[], None]) -> int:
-    """Hold the port from here to the end: vLLM itself takes it some seconds after its start."""
+    """Hold the port from the first second: vLLM takes it some seconds after its start."""
     settings = asked.settings
     if settings.node_rank:  # only rank 0 has an API
         return _serve_here(asked, on_ready)
@@ -121,7 +125,15 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
     if plan.topology.head:
         resolve(plan.topology.head, "HEAD_IP")  # before a download of hours
     said: set[str] = set()
-    plan = _checked(on_disk(plan, asked, said), accepted, said)
+    try:
+        plan = on_disk(plan, asked, said)
+    except Unobtainable as error:
+        if (embedded := with_embedded_model(asked)) is None:
+            raise
+        say(f"{error.what}: serving the embedded demo {embedded.settings.model} in its place")
+        asked = embedded
+        plan = on_disk(plan_for(asked), asked, said)
+    plan = _checked(plan, accepted, said)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache
@@ -154,7 +166,7 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
 def _references(
     plan: Plan, asked: Asked, environ: dict[str, str]
 ) -> Callable[[], Mapping[str, Path]]:
-    """Computed references, for the canary: made before the engine starts, or while it loads."""
+    """Computed references for the canary, made before the engine starts or while it loads."""
     if is_beside(plan.target, plan.settings.reference):
         return beside_the_load(lambda: references_for(plan, environ, say))
     found = references_for(plan, environ, say, lambda: _early_phase(asked, "computing a reference"))
@@ -162,9 +174,7 @@ def _references(
 
 
 def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
-    """The plan, once every check of a later failure has passed. Lines in `said` are not
-    printed again.
-    """
+    """The plan after every check that finds a later failure. It prints no line of `said` again."""
     _say_new(plan.notices, said)
     _say_new([f"warning: {warning}" for warning in run_checks(plan, environ)], said)
     for line in check_model_files(plan, plan.vllm_environ(environ)):
@@ -193,7 +203,7 @@ def _hold(plan: Plan, verdict: Verdict) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of a plan that was checked; `on_ready` is called once it is ready."""
+    """One run of a checked plan; `on_ready` is called when the server is ready."""
 
     plan: Plan
     environ: dict[str, str]
@@ -204,7 +214,7 @@ class _Run:
     references: Callable[[], Mapping[str, Path]]
 
     def run(self) -> int:
-        """vLLM, watched; how it ends goes on record."""
+        """Run vLLM and record how it ended."""
         survive_memory_pressure()
         ended_with: NibbleError | None = None
         compiled = Use(self.plan.caches, say)
@@ -233,8 +243,8 @@ class _Run:
             compiled.close()
 
     def _across(self, on_ready: Callable[[], None]) -> int:
-        """Several machines: the one with the API runs vLLM as ever, inside of what looks after
-        the others.
+        """Several machines: this one runs vLLM if it has the API, inside the code that follows the
+        others.
         """
         from nibble.cluster.across import serve_across
         from nibble.cluster.headless import serve_headless
@@ -260,49 +270,9 @@ class _Run:
         )
 
 
-def pull_model(words: Sequence[str], environ: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    """Fetch a model, or only look with --dry-run; (the result, whether --json is set)."""
-    asked = read_wishes(words, environ, ("--json", "--dry-run"))
-    settings = asked.settings
-    if settings.model is None:
-        raise NibbleError(
-            ExitCode.USAGE,
-            what="`nibble pull` needs a model",
-            expected="MODEL or an argument",
-            action="write `nibble pull ORG/NAME`",
-        )
-    as_json = "--json" in asked.command.rest
-    if demo := demo_models().get(settings.model):
-        say(f"{settings.model} comes with nibble and needs no download")
-        return _told(pull(str(demo), None, environ)), as_json
-    recipe = load_recipe(settings.model, root()) if settings.recipe == "auto" else None
-    revision = settings.revision or (recipe.revision if recipe else "") or None
-    if "--dry-run" in asked.command.rest:
-        plan = plan_pull(settings.model, revision, hub_environ(asked))
-        for line in () if as_json else plan.lines():
-            print(line)
-        refuse_what_does_not_fit(plan)
-        return plan.to_json() if as_json else {}, as_json
-    with shown(say) as on_progress:
-        result = pull(settings.model, revision, hub_environ(asked), on_progress)
-    if result.revision and not revision:
-        say(
-            f"{settings.model} is at {result.revision}; pin it with"
-            f" NIBBLE_REVISION={result.revision}"
-        )
-    return _told(result), as_json
-
-
-def _told(result: PullResult) -> dict[str, Any]:
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in asdict(result).items()
-    }
-
-
 def on_disk(plan: Plan, asked: Asked, said: set[str]) -> Plan:
-    """The plan once model, draft and tokenizer are folders on disk. What the first plan refuses
-    costs no download.
+    """The plan with model, draft and tokenizer as folders on disk. A start that the first plan
+    refuses downloads nothing.
     """
     if plan.topology.is_headless and plan.settings.cluster_model == "head":
         return _from_head(plan, asked)
@@ -316,9 +286,13 @@ def on_disk(plan: Plan, asked: Asked, said: set[str]) -> Plan:
 
 
 def fetched(plan: Plan, asked: Asked, on_progress: OnProgress) -> Plan:
-    """The plan once its files are on disk, for verbs that open no port."""
+    """The plan with its files on disk, for verbs that open no port."""
     environ = hub_environ(asked)
     fetch = _fetch(environ, on_progress)
+    package = PACKAGED.get(str(plan.settings.model))
+    if package is not None and plan.checkpoint is None:
+        make_packaged(package, asked.cache, environ, on_progress, say)
+        plan = plan_for(asked)
     if _is_local(plan):
         local = fetch_files(plan, None, fetch)
         return plan_for(asked, local=local) if local else plan
@@ -336,7 +310,7 @@ def _is_local(plan: Plan) -> bool:
 
 
 def _from_head(plan: Plan, asked: Asked) -> Plan:
-    """The plan with the files that rank 0 gives to this rank."""
+    """The plan with the files that rank 0 sends to this rank."""
     from nibble.cluster.file_server import fetch_from_head
 
     environ = hub_environ(asked)
@@ -361,8 +335,8 @@ def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
 
 @contextmanager
 def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgress]:
-    """/status and signals while the model comes down or a reference is computed; the supervisor
-    takes both over after that.
+    """Answer /status and handle signals during a download or the computation of a reference; the
+    supervisor does both later.
     """
     phase = "download" if doing == "downloading" else "reference"
     since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress(phase, 0, 0)
@@ -384,8 +358,8 @@ def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgres
         return found | {"since": since, "pid": os.getpid()}
 
     def stop(signum: int) -> None:
-        """Nothing is served yet, so a stop is a stop; threads of the download would hold up an
-        ordinary exit.
+        """End at once: no server runs yet, and threads of the download would delay an ordinary
+        exit.
         """
         say(f"stopped while {doing}; the next start continues from here")
         with suppress(OSError):
@@ -407,7 +381,7 @@ def link_moe_configs(plan: Plan) -> None:
         return
     try:
         make_folder(plan.moe_alias)
-    except OSError as error:  # vLLM then takes its own defaults, as without us
+    except OSError as error:  # vLLM then uses its defaults
         say(
             f"warning: {plan.moe_alias.folder} cannot be written ({error.strerror}): no MoE tuning"
             " for this GPU"
@@ -421,8 +395,3 @@ def _announce(plan: Plan) -> None:
         f"serving {plan.served_names[0]} on {chosen.value} ({chosen.reason}), {recipe}; `nibble"
         " plan` shows every setting"
     )
-
-
-def say(text: str) -> None:
-    """A line of nibble's own, on stderr."""
-    print(f"[nibble] {printable(text)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`nibble inspect` for people: fits a screen."""
+"""Prints an inspection on one screen."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _count(number: int) -> str:
 
 
 def _excluded(found: Inspection) -> str:
-    """The list of unquantized layers against the tensors."""
+    """The list of unquantized layers compared with the tensors."""
     if found.checkpoint.modules is None:
         return ""
     entries = (

@@ -1,4 +1,4 @@
-"""`nibble status`: what this machine's server does and what it proved, from its control port."""
+"""`nibble status`: the state, kernels and canary of this machine's server, by its control port."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TIMEOUT_S = 5.0
 
 
 def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
-    """/status of the server at the control port of the settings. Raises ENGINE_DIED where none
-    of nibble's answers there.
+    """/status of the server at the configured control port. Raises ENGINE_DIED where no server of
+    nibble answers.
     """
     port = read_wishes([], environ).settings.control_port
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=_TIMEOUT_S)
@@ -52,7 +52,7 @@ def _no_server(port: int, why: str) -> NibbleError:
 
 
 def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """For people; every part that the server tells, without control characters."""
+    """Lines for the terminal, one part of the status each, without control characters."""
     return (printable(line) for line in _lines(status))
 
 
@@ -96,7 +96,7 @@ def _eta(status: Mapping[str, Any]) -> str:
 
 
 def ran_lines(ran: Mapping[str, Any]) -> Iterator[str]:
-    """What ran, as a worker reported it."""
+    """The kernels that ran, as a worker reported them."""
     for part in ("linear", "moe", "attention"):
         for name, layers in ran[part].items():
             yield f"{part}: {name} in {layers} layer(s)"

@@ -1,4 +1,4 @@
-"""The service on several machines: one run of vLLM after another, while nodes go and come back."""
+"""Serving on several machines: a new run of vLLM after each lost node."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from nibble.machine.processes import stop_signals
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
-# after lost nodes; then the exit code says it, and the restart policy and the crash-loop breaker
-# act
+# New runs after lost nodes. After that nibble exits, and the restart policy and the crash-loop
+# breaker decide.
 RESTARTS = 5
 
 
@@ -35,7 +35,10 @@ RESTARTS = 5
 def open_cluster(
     plan: Plan, environ: Mapping[str, str], say: Say, stop: threading.Event
 ) -> Iterator[Cluster]:
-    """The cluster of `plan`; without Ray this process is its head. `stop` ends every wait."""
+    """The cluster of `plan`. Without Ray this process is its head. `stop` ends every wait.
+
+    Raises CLUSTER if HEAD_IP is not an address of rank 0's machine.
+    """
     settings, topology = plan.settings, plan.topology
     with tempfile.TemporaryDirectory(prefix="nibble-cluster-") as folder:
         if topology.mode == "ray":
@@ -75,11 +78,13 @@ def serve_across(
     say: Say,
     run: Callable[[Mapping[str, str], Watch, Callable[[], None]], int],
 ) -> int:
-    """Serve on several machines; the exit code of the whole.
+    """Serve on several machines; the exit code of the last run.
 
-    `run` starts vLLM: (environment, watch, on ready) -> exit code. A lost node ends the run; when
+    `run` starts vLLM: (environment, watch, on ready) -> exit code. A lost node ends the run. When
     the node returns, a new run starts, up to RESTARTS times. A stop signal between two runs ends
     the wait: process 1 of a container never receives a signal without a handler.
+
+    Raises the last NodeLost after RESTARTS new runs.
     """
     stop = threading.Event()
     with (
@@ -94,10 +99,10 @@ def serve_across(
                 cluster.end(stopped=True)
                 return ExitCode.OK
             code: int | None = None
-            own, watch = cluster.environ(environ), cluster.begin()
+            child_environ, watch = cluster.environ(environ), cluster.begin()
             try:
-                code = run(own, watch, cluster.ready)
-                if stop.is_set() or not cluster.head_stops:
+                code = run(child_environ, watch, cluster.ready)
+                if stop.is_set() or not cluster.membership.head_stops:
                     return code
                 code, lost = None, NodeLost(f"the Ray head at {cluster.head} stopped")
             except NodeLost as error:

@@ -1,14 +1,14 @@
 """nibble's port on every node (AGENT_PORT): JSON over HTTP for clients with the cluster's token.
 
-`call` is the client. With RAY_USE_TLS=1 both ends use Ray's certificates, and the client must show
-one too.
+`call` is the client. With RAY_USE_TLS=1 both ends use Ray's certificates, and the server requires
+one from the client.
 
-The server is Python's http.server, as for the control port, and not uvicorn. uvicorn never ends a
-client that sends half a request; this server ends it after 30 s. uvicorn answers a negative length
-with 400 before the application sees the request; this server answers 413. uvicorn sends files
-through Python, which takes 2.6 times the CPU of the kernel's sendfile from vLLM (0.55 s vs 0.21 s
-per GiB, 2 cores AMD EPYC, 2026-11-23, benchmarks/agent_transfer.py). Its handlers would need
-threads too: one may compute checksums for an hour.
+The server is Python's http.server, as for the control port, and not uvicorn. uvicorn never
+disconnects a client that sends half a request; this server does after 30 s. uvicorn answers a
+negative length with 400 before the application sees the request; this server answers 413. uvicorn
+sends files through Python, which takes 2.6x the CPU of the kernel's sendfile (0.55 s vs 0.21 s per
+GiB, 2 cores AMD EPYC, 2026-11-23, benchmarks/agent_transfer.py). Its handlers would need threads
+too: one may compute checksums for an hour.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from nibble.serve.json_http import JsonHandler, Server
 
 Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
 Sender = Callable[[BaseHTTPRequestHandler, str], None]
-"""Answers a GET below its path by itself; gets the handler and the rest of the path."""
+"""Answers a GET: called with the request handler and the rest of the path."""
 _MAX_BODY_BYTES = 1 << 20
 _READ_TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 10.0
-# An answer may take an hour (a model's checksums); a peer that is gone is noticed within half a
-# minute all the same.
+# An answer may take an hour (a model's checksums). Keepalive still finds a lost peer within half a
+# minute.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -44,7 +44,7 @@ _KEEPALIVE = (
 
 
 class AgentError(Exception):
-    """Why a call failed, in words; `status` is HTTP's, 0 without an answer."""
+    """Why a call failed. `status` is HTTP's, 0 without an answer."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
@@ -52,11 +52,11 @@ class AgentError(Exception):
 
 
 class Agent:
-    """Binds at once; answers after `start`.
+    """The server. The constructor opens the port; `start` begins to answer.
 
     `handlers` maps a path to a function from the request's JSON object to the reply's. A handler's
-    ValueError is 400 with its text, what fails on this machine (OSError, NibbleError) is 500.
-    Raises CLUSTER where the port is taken or the address is not this machine's.
+    ValueError becomes status 400 with its text; OSError and NibbleError become 500. Raises CLUSTER
+    if the port is taken or the address is not this machine's.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Agent:
         return self
 
     def close(self) -> None:
-        """Stop answering and free the port. Only after `start`."""
+        """Stop answering and free the port. Call it only after `start`."""
         self._server.stop()
 
 
@@ -105,7 +105,7 @@ def call(
     timeout_s: float = 3.0,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The reply of the agent at `address`. Raises AgentError."""
+    """The JSON reply of the agent at `address`. Raises AgentError."""
     headers = {
         "Authorization": f"Bearer {token}",
         "Content-Type": "application/json",
@@ -116,15 +116,13 @@ def call(
             connection.request("POST", path, json.dumps(body or {}, default=str), headers)
             response = connection.getresponse()
             data = json.loads(response.read())
-    except (
-        OSError,
-        http.client.HTTPException,
-    ) as error:  # a certificate that is refused is a ValueError too
+    # Before ValueError: a refused certificate is an OSError and a ValueError.
+    except (OSError, http.client.HTTPException) as error:
         raise AgentError(
             0, str(getattr(error, "strerror", None) or error) or type(error).__name__
         ) from None
     except ValueError:
-        raise AgentError(0, "what answers there is none of nibble's nodes") from None
+        raise AgentError(0, "the server there is not a nibble node") from None
     if response.status != 200:
         raise AgentError(response.status, str(data.get("error")))
     return data
@@ -133,7 +131,7 @@ def call(
 def connect(
     address: str, timeout_s: float, environ: Mapping[str, str] | None
 ) -> http.client.HTTPConnection:
-    """An open connection to the agent at `address`; `timeout_s` is for each read. Raises
+    """An open connection to the agent at `address`. `timeout_s` limits each read. Raises
     OSError.
     """
     wait_s = min(timeout_s, _CONNECT_TIMEOUT_S)
@@ -151,8 +149,10 @@ def connect(
 
 
 def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | None:
-    """TLS with Ray's own variables (ray 2.60 _common/tls_utils.py), both sides authenticated;
-    None where it is off.
+    """TLS from Ray's variables (ray 2.60 _common/tls_utils.py) with certificates on both sides;
+    None if RAY_USE_TLS is off.
+
+    Raises CONFIG if a variable is unset or a file cannot be used.
     """
     if environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
@@ -174,7 +174,9 @@ def tls_context(environ: Mapping[str, str], server: bool) -> ssl.SSLContext | No
         raise NibbleError(
             ExitCode.CONFIG, what=what, expected="PEM files", action="correct the paths"
         ) from None
-    context.check_hostname = False  # nodes are addresses; the authority is the cluster's own
+    context.check_hostname = (
+        False  # nodes have addresses, not names; only the cluster's authority is trusted
+    )
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -194,7 +196,7 @@ class _Handler(JsonHandler):
         self.reply(*self._answer())
 
     def do_GET(self) -> None:
-        if not self._may():
+        if not self._is_authorized():
             self.reply(401, {"error": "the cluster's token is needed"})
             return
         folder, _, rest = self.path.lstrip("/").partition("/")
@@ -204,12 +206,12 @@ class _Handler(JsonHandler):
         else:
             send(self, rest)
 
-    def _may(self) -> bool:
+    def _is_authorized(self) -> bool:
         given = self.headers.get("Authorization", "").encode()
         return hmac.compare_digest(given, f"Bearer {self.server.token}".encode())
 
     def _answer(self) -> tuple[int, dict[str, Any]]:
-        if not self._may():  # before a byte of the body is read
+        if not self._is_authorized():  # before reading the body
             return 401, {"error": "the cluster's token is needed"}
         try:
             length = int(self.headers.get("Content-Length") or 0)

@@ -1,8 +1,8 @@
 """One rank of the preflight's all-reduce: `python -m nibble.cluster.allreduce RANK WORLD …`.
 
-NCCL on the first GPU where there is one, else Gloo. Prints one JSON object: `gb_per_s` is the bus
-bandwidth, 2 (n-1)/n times the bytes of the buffer a second (10^9), as nccl-tests count it;
-`library` is the NCCL that was really loaded.
+It uses NCCL on the first GPU, or Gloo without a GPU, and prints one JSON object. `gb_per_s` is the
+bus bandwidth as nccl-tests define it: 2 (n-1)/n times the buffer's bytes, per second, in 10^9
+bytes. `library` is the NCCL library that this process loaded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ROUNDS = 5
 
 
 def measure(rank: int, world: int, head: str, port: int) -> dict[str, Any]:
-    """Join, reduce, check the sum, take the time."""
+    """Join the group, reduce ROUNDS times, check each sum, and take the best time."""
     import torch
     from torch import distributed
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    backend = "nccl" if cuda else "gloo"
-    nbytes = GPU_BYTES if cuda else CPU_BYTES
+    has_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_cuda else torch.device("cpu")
+    backend = "nccl" if has_cuda else "gloo"
+    nbytes = GPU_BYTES if has_cuda else CPU_BYTES
     distributed.init_process_group(
         backend,
         init_method=f"tcp://{head}:{port}",
@@ -45,20 +45,20 @@ def measure(rank: int, world: int, head: str, port: int) -> dict[str, Any]:
         for _ in range(ROUNDS + 1):
             values.fill_(rank + 1)
             distributed.barrier()
-            _finish(cuda)
+            _finish(has_cuda)
             began = time.perf_counter()
             distributed.all_reduce(values)
-            _finish(cuda)
+            _finish(has_cuda)
             seconds.append(time.perf_counter() - began)
-            right = bool((values == world * (world + 1) / 2).all())
-            if not right:
+            is_right = bool((values == world * (world + 1) / 2).all())
+            if not is_right:
                 break
     finally:
         distributed.destroy_process_group()
-    best = min(seconds[1:] or seconds)  # the first one opens the connections
-    rate = 2 * (world - 1) / world * nbytes / best / 1e9
+    best_s = min(seconds[1:] or seconds)  # the first round opens the connections
+    rate = 2 * (world - 1) / world * nbytes / best_s / 1e9
     return {
-        "right": right,
+        "right": is_right,
         "gb_per_s": round(rate, 4),
         "backend": backend,
         "bytes": nbytes,
@@ -74,12 +74,12 @@ def _finish(cuda: bool) -> None:
 
 
 def loaded(name: str) -> str | None:
-    """The file of a shared library that this process has mapped."""
+    """The path of a shared library that this process has mapped, or None."""
     match = re.search(rf"(/\S*/{name}[^/\s]*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     return match[1] if match else None
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())()  # a node that is stopped meanwhile leaves nothing behind
-    given = sys.argv[1:]
-    print(json.dumps(measure(int(given[0]), int(given[1]), given[2], int(given[3]))))
+    die_with_parent(os.getppid())()  # leaves no process behind if the node stops
+    rank, world, head, port = sys.argv[1:]
+    print(json.dumps(measure(int(rank), int(world), head, int(port))))

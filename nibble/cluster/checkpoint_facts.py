@@ -1,8 +1,8 @@
-"""A model folder's contents as names and short digests, equal for equal content anywhere.
+"""The contents of a model folder as names and short digests. Equal content gives equal digests.
 
-Configuration and tokenizer files count in full. Of weights the size, every tensor's header and
-samples of the values count, for whole files would be read for minutes: two revisions of one model
-have the same headers and other values nearly everywhere.
+Configuration and tokenizer files are read in full. Of weights nibble reads the size, every tensor's
+header and samples of the values: whole files would take minutes. Two revisions of one model have
+equal headers and different values nearly everywhere, so samples find them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from nibble.hub.files import COMMIT
 SAMPLES, SAMPLE_BYTES = 64, 4096
 WHOLE_BYTES = 32 << 20  # smaller files are read in full: an embedded demo, a vocabulary
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# What vLLM reads beside the weights. Not pages for people, and not the canary's answers, which are
-# the server's.
+# What vLLM reads beside the weights. Pages for people and the canary's answers are left out: only
+# the server reads those.
 CONFIGURATION = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".yaml", ".yml")
 NOT_READ = ("nibble-canary", "LICENSE", "README", "NOTICE")
 
 
 def checkpoint_facts(folder: str) -> dict[str, str]:
-    """Name -> digest or words: files ("config.json"), tensors ("tensor w in model.safetensors"),
-    values.
+    """Name -> digest or text, of files ("config.json"), tensors ("tensor w in model.safetensors")
+    and values ("values in model.safetensors").
 
     Raises OSError for an unreadable file, NibbleError (MODEL) for an invalid header.
     """
@@ -41,12 +41,12 @@ def checkpoint_facts(folder: str) -> dict[str, str]:
 
 
 def _configuration(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if path.suffix in CONFIGURATION and path.is_file()]
-    return [path for path in found if not path.name.startswith((".", *NOT_READ))]
+    files = [path for path in folder.iterdir() if path.suffix in CONFIGURATION and path.is_file()]
+    return [path for path in files if not path.name.startswith((".", *NOT_READ))]
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The weights that vLLM would load: a folder may also hold them in another form."""
+    """The weight files that vLLM would load: a folder may also hold another format."""
     source = FolderSource(str(folder), "local", folder, None)
     loaded = weight_files(source, read_index(source))
     if loaded is not None:
@@ -56,13 +56,13 @@ def _weights(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=8)
 def _facts(stamps: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """Kept while no file changes its size or time: a server asks again after each lost node."""
-    found: dict[str, str] = {}
+    """Cached until a file changes its size or time: a server asks again after each lost node."""
+    facts: dict[str, str] = {}
     for path, size, _ in stamps:
-        found.update(
+        facts.update(
             _of_weights(Path(path), size) if path.endswith(WEIGHTS) else _of_file(Path(path))
         )
-    return found
+    return facts
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, str]]:
@@ -89,32 +89,31 @@ def _tensors(path: Path, size: int) -> Iterator[tuple[str, str]]:
 
 
 def _sample(path: Path, size: int) -> str:
-    """Of the content, or of SAMPLES places spread over a large file."""
-    read = hashlib.sha256()
+    """Digest of the whole file, or of SAMPLES places spread over a large one."""
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
         if size <= WHOLE_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
         for number in range(SAMPLES):
             file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-            read.update(file.read(SAMPLE_BYTES))
-    return read.hexdigest()[:16]
+            sha256.update(file.read(SAMPLE_BYTES))
+    return sha256.hexdigest()[:16]
 
 
 def summary(folder: str) -> dict[str, str]:
-    """The folder, the digest of its facts and its revision (empty: unknown); or why there is no
-    digest.
+    """The folder, the digest of its facts and its revision (empty if unknown), or the problem.
 
-    A pinned revision, an unpinned one and a copy without one are equal where their content is.
+    Equal content gives equal digests with and without a pinned revision, and for copies too.
     """
-    found = {"folder": folder, "digest": "", "revision": "", "problem": ""}
+    result = {"folder": folder, "digest": "", "revision": "", "problem": ""}
     commit = Path(folder).resolve().name
     if COMMIT.fullmatch(commit):  # a snapshot of the Hub's cache
-        found["revision"] = commit
+        result["revision"] = commit
     try:
-        return found | {"digest": digest(checkpoint_facts(folder))}
+        return result | {"digest": digest(checkpoint_facts(folder))}
     except NibbleError as error:
-        return found | {"problem": error.what}
+        return result | {"problem": error.what}
     except OSError as error:
-        return found | {
+        return result | {
             "problem": f"{error.filename or folder} cannot be read ({error.strerror or error})"
         }

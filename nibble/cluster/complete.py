@@ -1,6 +1,6 @@
 """Says which nodes are missing, from the head's list and the plan's needs. Pure.
 
-A start and `nibble cluster check` ask the same questions.
+A start and `nibble cluster check` use the same rules.
 """
 
 from __future__ import annotations
@@ -27,41 +27,44 @@ Nodes = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Missing:
-    """What is missing, and what to do about it."""
+    """What is missing, and what the user can do."""
 
     what: str
     action: str = START_NODES
 
 
 def living(nodes: Nodes) -> list[dict[str, Any]]:
-    """The nodes that answered within LOST_S."""
+    """The nodes whose last heartbeat is younger than LOST_S."""
     return [node for node in nodes if node["age_s"] < LOST_S]
 
 
 def missing_ranks(alive: Nodes, count: int) -> Missing | None:
-    """Without Ray: a node for each rank from 0 to `count` - 1, all done with earlier runs."""
+    """Without Ray: requires a node for each rank from 0 to `count` - 1, without processes of an
+    earlier run.
+    """
     ranks = {node["rank"] for node in alive}
     absent = [str(rank) for rank in range(count) if rank not in ranks]
     if absent:
         return Missing(
             f"no answer from the node{'s' if absent[1:] else ''} with rank {', '.join(absent)}"
         )
-    # A rank that ends its part of vLLM ends every child with it, the preflight's all-reduce too.
+    # A rank that ends its part of vLLM also kills its other children, such as the preflight's
+    # all-reduce.
     busy = [node["name"] for node in alive if node["busy"]]
     return Missing(f"node {busy[0]} still ends its ranks of the last run") if busy else None
 
 
 def missing_gpus(alive: Nodes, count: int) -> Missing | None:
-    """With Ray: enough GPUs for all ranks on any nodes."""
+    """With Ray: requires `count` GPUs in total, on any nodes."""
     gpus = sum(node["gpus"] for node in alive)
     if gpus >= count:
         return None
-    there = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
-    return Missing(f"the plan needs {count} GPUs, but the nodes offer {gpus} ({there})")
+    offers = ", ".join(f"{node['address']} with {node['gpus']}" for node in alive)
+    return Missing(f"the plan needs {count} GPUs, but the nodes offer {gpus} ({offers})")
 
 
 def missing_nodes(alive: Nodes, count: int) -> Missing | None:
-    """A number of nodes of any kind."""
+    """Requires `count` nodes, with or without GPUs."""
     if len(alive) >= count:
         return None
     return Missing(
@@ -75,16 +78,14 @@ def _names(nodes: Nodes) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a check may rely on: how many nodes, and with Ray how many GPUs; None where it is not
-    known.
-    """
+    """The number of nodes and, with Ray, of GPUs that a check requires; None if unknown."""
 
     nodes: int | None
     gpus: int | None
 
 
 def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | None:
-    """What a start would miss. Without a plan: two nodes, and all that the head knows."""
+    """What a start would miss. Without a plan: requires two nodes, and all that the head knows."""
     alive = living(nodes)
     if expected.nodes is None and expected.gpus is None:
         for node in nodes:
@@ -105,15 +106,15 @@ def missing_of(nodes: Nodes, has_ray: bool, expected: Expected) -> Missing | Non
 
 
 class Reminder:
-    """Of a line that is due once, again when it changes, and every AGAIN_S while it stays.
-    Other numbers in it do not count as a change.
+    """Decides when to repeat a line: when it changes, and every AGAIN_S while it stays the same. A
+    line in which only numbers differ is the same.
     """
 
     def __init__(self) -> None:
         self._last, self._said_at = "", float("-inf")
 
     def is_due(self, text: str, now_s: float) -> bool:
-        """Whether to say `text` at `now_s` (monotonic); if so it counts as said."""
+        """Whether to print `text` at `now_s` (monotonic). If so, records it as printed."""
         kind = re.sub(r"\d+(\.\d+)?", "#", text)
         if kind == self._last and now_s - self._said_at < AGAIN_S:
             return False

@@ -1,6 +1,6 @@
 """What a node is, and whether several nodes are compatible.
 
-`collect` reads this machine; `compare` is pure.
+`collect` and the `…_state` functions read this machine; `compare` is pure.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from nibble.plan.budget import memory_bytes
 from nibble.plan.memory import show_gib
 
 GIB = 1 << 30
-LARGEST_SKEW_S = 5.0  # tokens have no date, but logs, caches and TLS certificates do
-LITTLE_DISK_BYTES = 2 * GIB
-# What must be the same everywhere: fact -> what to do where it differs.
+LARGEST_SKEW_S = 5.0  # logs, caches and TLS certificates depend on the clock
+LEAST_DISK_BYTES = 2 * GIB
+# Facts that must be equal on every node -> what to do if one differs.
 SAME: Mapping[str, str] = {
     "vllm": "run the same image on every node",
     "torch": "run the same image on every node",
@@ -45,7 +45,7 @@ SAME: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Why `node` cannot take part, and what to do."""
+    """Why `node` cannot take part, and what the user can do."""
 
     node: str
     what: str
@@ -55,12 +55,12 @@ class Problem:
 def collect(
     address: str, interface: str, environ: Mapping[str, str], cache: Path
 ) -> dict[str, Any]:
-    """This node's facts, as plain data; `cache` is nibble's cache folder.
+    """This node's facts, as plain data. `cache` is nibble's cache folder.
 
     The first call reads nibble's and the kernels' files (0.1 s).
     """
-    here = detect(environ)
-    target = target_of(here)
+    hardware = detect(environ)
+    target = target_of(hardware)
     return {
         "build": build_id(),
         "code": dict(build_parts()),
@@ -69,17 +69,17 @@ def collect(
         "torch": _version("torch"),
         "python": platform.python_version(),
         "nccl": nccl_library(environ),
-        "driver": here.driver,
+        "driver": hardware.driver,
         "target": target.name if target else "unknown",
-        "gpu": here.gpus[0].name if here.gpus else None,
-        "gpus": len(here.gpus),
+        "gpu": hardware.gpus[0].name if hardware.gpus else None,
+        "gpus": len(hardware.gpus),
         "host": platform.node(),
         "interface": interface,
         "mtu": mtu(interface),
         "rdma": [asdict(device) for device in rdma_devices(address)],
         "rdma_is_off": environ.get("NCCL_IB_DISABLE", "0") == "1",
-        # Of the host or of the fullest GPU, wherever this target has the weights.
-        "memory_available_bytes": memory_bytes(target, here)[1] if target else None,
+        # Memory of the GPU with the least, or of the host if this target keeps weights there.
+        "memory_available_bytes": memory_bytes(target, hardware)[1] if target else None,
         "disk_free_bytes": free_bytes(cache),
     }
 
@@ -91,26 +91,28 @@ def _version(name: str) -> str | None:
         return None
 
 
-def target_of(here: Hardware) -> Target | None:
-    """The target of this machine's GPUs, or the CPU's where there are none."""
-    if not here.gpus:
+def target_of(hardware: Hardware) -> Target | None:
+    """The target of this machine's first GPU, the CPU target without a GPU, None for an unknown
+    GPU.
+    """
+    if not hardware.gpus:
         return load_target("cpu")
-    return target_for_capability(here.gpus[0].capability)
+    return target_for_capability(hardware.gpus[0].capability)
 
 
 def nccl_library(environ: Mapping[str, str]) -> str | None:
     """The NCCL that vLLM would load: VLLM_NCCL_SO_PATH, else the wheel's beside torch, or None."""
-    if given := environ.get("VLLM_NCCL_SO_PATH"):
-        return given
-    found = importlib.util.find_spec("nvidia")
-    for place in found.submodule_search_locations or () if found else ():
+    if configured := environ.get("VLLM_NCCL_SO_PATH"):
+        return configured
+    spec = importlib.util.find_spec("nvidia")
+    for place in spec.submodule_search_locations or () if spec else ():
         for library in Path(place).glob("nccl/lib/libnccl.so.2"):
             return str(library)
     return None
 
 
 def model_state(folder: str) -> str:
-    """ "here", "absent" or "incomplete: …" for a model folder on this node."""
+    """State of a model folder on this node: "here", "absent" or "incomplete: …"."""
     if not os.path.isdir(folder):
         return "absent"
     missing = missing_weights(Path(folder))
@@ -118,8 +120,9 @@ def model_state(folder: str) -> str:
 
 
 def hub_state(model: str, revision: str | None, environ: Mapping[str, str]) -> str:
-    """ "here", "downloadable" or "absent, and …" for a model of the Hub's on this node. Fetches
-    nothing but listings.
+    """State of a Hub model on this node: "here", "downloadable" or "absent, and …".
+
+    Requests listings from the Hub, but downloads nothing.
     """
     try:
         if cached_snapshot(model, revision, access(environ).cache):
@@ -135,7 +138,9 @@ def hub_state(model: str, revision: str | None, environ: Mapping[str, str]) -> s
 
 
 def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> list[Problem]:
-    """What keeps `nodes` (from the roster) from serving together, compared with the first one."""
+    """What keeps `nodes` (from the roster) from serving together. Each is compared with the
+    first.
+    """
     first, *others = nodes
     problems = [
         Problem(
@@ -150,31 +155,33 @@ def compare(nodes: Sequence[Mapping[str, Any]], least_memory_bytes: int = 0) -> 
     ]
     problems += _without_rdma(nodes)
     for node in nodes:
-        problems += _alone(node, least_memory_bytes)
+        problems += _node_problems(node, least_memory_bytes)
     return problems
 
 
 def usable_rdma(facts: Mapping[str, Any]) -> list[str]:
-    """The RDMA ports that NCCL would use: InfiniBand's, and RoCE's with the GID of the node's
+    """The RDMA ports that NCCL would use: InfiniBand ports, and RoCE ports with a GID of the node's
     address.
     """
     if facts.get("rdma_is_off") or not facts.get("gpus"):
         return []
-    found = facts.get("rdma") or ()
+    devices = facts.get("rdma") or ()
     return [
-        f"{one['name']}:{one['port']}"
-        + ("" if one["gid_index"] is None else f" (GID {one['gid_index']})")
-        for one in found
-        if one["gid_index"] is not None or one["link"] == "InfiniBand"
+        f"{device['name']}:{device['port']}"
+        + ("" if device["gid_index"] is None else f" (GID {device['gid_index']})")
+        for device in devices
+        if device["gid_index"] is not None or device["link"] == "InfiniBand"
     ]
 
 
 def _without_rdma(nodes: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """NCCL chooses RDMA or TCP on each node; nodes with different choices cannot connect."""
-    having = [node for node in nodes if usable_rdma(node["facts"])]
-    if not having:
+    """Problems of nodes without RDMA in a cluster where others have it: NCCL chooses RDMA or TCP on
+    each node, and nodes with different choices cannot connect.
+    """
+    with_rdma = [node for node in nodes if usable_rdma(node["facts"])]
+    if not with_rdma:
         return []
-    first = having[0]
+    first = with_rdma[0]
     where = f"{', '.join(usable_rdma(first['facts']))} on {first['name']}"
     action = (
         "bring up RDMA with the node's address there (`show_gids`), or set NCCL_IB_DISABLE=1 on"
@@ -187,14 +194,15 @@ def _without_rdma(nodes: Sequence[Mapping[str, Any]]) -> list[Problem]:
             action,
         )
         for node in nodes
-        if node not in having
+        if node not in with_rdma
     ]
 
 
-def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
-    name, facts, found = node["name"], node["facts"], []
+def _node_problems(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
+    """Problems of one node alone: its clock, disk and memory."""
+    name, facts, problems = node["name"], node["facts"], []
     if abs(skew := float(node.get("skew_s") or 0)) > LARGEST_SKEW_S:
-        found.append(
+        problems.append(
             Problem(
                 name,
                 f"its clock differs by {skew:.0f} s from the head's",
@@ -202,13 +210,13 @@ def _alone(node: Mapping[str, Any], least_memory_bytes: int) -> list[Problem]:
             )
         )
     disk = facts.get("disk_free_bytes")
-    if disk is not None and disk < LITTLE_DISK_BYTES:
-        found.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free space"))
+    if disk is not None and disk < LEAST_DISK_BYTES:
+        problems.append(Problem(name, f"only {show_gib(disk)} of disk are free", "free space"))
     memory = facts.get("memory_available_bytes")
     if memory is not None and memory < least_memory_bytes:
         what = (
             f"{show_gib(memory)} of memory are available, but the plan needs"
             f" {show_gib(least_memory_bytes)}"
         )
-        found.append(Problem(name, what, "stop other programs there"))
-    return found
+        problems.append(Problem(name, what, "stop other programs there"))
+    return problems

@@ -1,7 +1,7 @@
-"""One download for the cluster: a node with a model's files offers them to the others.
+"""One download for the cluster: a node that has a model's files offers them to the others.
 
-HTTP with ranges on the agent's port, for clients with the token. The receiver compares every file's
-sha256 and resumes a broken transfer.
+It sends them with HTTP ranges on the agent's port, to clients with the token. The receiver compares
+every file's sha256 and resumes a broken transfer.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from nibble.settings.options import Settings
 CHUNK_BYTES = 4 << 20
 TIMEOUT_S = 60.0
 HASH_TIMEOUT_S = 3600.0  # a terabyte at 300 MB/s
-ATTEMPTS = 5  # without a byte
+ATTEMPTS = 5  # in a row, without progress
 PAUSE_S = 0.5
 PARTIAL = ".nibble-part"
-# Fetched last: without the index that names them, the first of several would look like a whole
-# model after an interruption.
+# Fetched last: after an interruption, the first of several weight files without the index would
+# look like a complete model.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 class Offers:
-    """The folders that this node offers, each under a name."""
+    """The folders that this node offers, each under a short name."""
 
     def __init__(self) -> None:
         self._folders: dict[str, Path] = {}
         self._lock = threading.Lock()
-        self._takers = 0
-        self._taken = -math.inf
+        self._readers = 0
+        self._last_read = -math.inf
 
     def add(self, folder: Path) -> str:
-        """Offer `folder`; the name that `/model` and `/files` know it by."""
+        """Offer `folder`; the name that `/model` and `/files` use for it."""
         name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
         with self._lock:
             self._folders[name] = folder
         return name
 
     def handlers(self) -> dict[str, Handler]:
-        """For the agent's POST paths: what is offered, with size and sha256 of every file."""
+        """The agent's POST paths: `/model` lists every offered file with its size and sha256."""
 
         def model(body: Mapping[str, Any]) -> dict[str, Any]:
             with self._lock:
@@ -67,48 +67,47 @@ class Offers:
             if name not in offered:
                 raise ValueError("no model is offered yet")
             folder = offered[name]
-            with self._giving():
+            with self._reading():
                 files = [describe(folder, path) for path in files_of(folder)]
             return {"name": name, "folder": str(folder), "files": files}
 
         return {"/model": model}
 
     def senders(self) -> dict[str, Sender]:
-        """For the agent's GET paths."""
+        """The agent's GET paths: `/files` sends one file."""
         return {"files": self._send}
 
     def _send(self, request: Any, rest: str) -> None:
         name, _, path = unquote(rest).partition("/")
         with self._lock:
             folder = self._folders.get(name)
-        if folder is None or path not in {
-            str(one) for one in files_of(folder)
-        }:  # nothing above or beside the folder
+        # The list of files excludes every path outside of the folder.
+        if folder is None or path not in {str(file) for file in files_of(folder)}:
             request.reply(404, {"error": "no such file"})
             return
-        with self._giving():
+        with self._reading():
             send_file(request, folder / path)
 
     def idle_s(self) -> float:
-        """Seconds since another node took something; infinite where none ever did."""
+        """Seconds since another node last read from here; infinite if no node ever did."""
         with self._lock:
-            return 0.0 if self._takers else time.monotonic() - self._taken
+            return 0.0 if self._readers else time.monotonic() - self._last_read
 
     @contextlib.contextmanager
-    def _giving(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         with self._lock:
-            self._takers += 1
+            self._readers += 1
         try:
             yield
         finally:
             with self._lock:
-                self._takers, self._taken = self._takers - 1, time.monotonic()
+                self._readers, self._last_read = self._readers - 1, time.monotonic()
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Files below `folder`, relative to it, with links followed and without unfinished files."""
-    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return [path for path in found if not path.name.endswith(PARTIAL)]
+    """Files below `folder`, as relative paths. Follows links; leaves out unfinished transfers."""
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path for path in files if not path.name.endswith(PARTIAL)]
 
 
 def describe(folder: Path, path: Path) -> dict[str, Any]:
@@ -128,19 +127,19 @@ def _sha256(path: Path, size: int, changed: int) -> str:
 
 
 def send_file(request: BaseHTTPRequestHandler, path: Path) -> None:
-    """`path`, or from the byte on that a `Range: bytes=N-` names."""
-    asked = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
-    first = int(asked[1]) if asked else 0
+    """Send `path`, from the byte that a `Range: bytes=N-` header names."""
+    byte_range = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
+    first = int(byte_range[1]) if byte_range else 0
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         first = min(first, size)
-        request.send_response(206 if asked else 200)
+        request.send_response(206 if byte_range else 200)
         request.send_header("Content-Length", str(size - first))
-        if asked:
+        if byte_range:
             request.send_header("Content-Range", f"bytes {first}-{max(first, size - 1)}/{size}")
         request.end_headers()
-        # By the kernel, or in pieces through TLS; waits where the other side reads slowly, up to
-        # the connection's timeout.
+        # The kernel sends the file; with TLS Python sends it in pieces. A slow reader holds it up
+        # for at most the connection's timeout.
         if request.connection.sendfile(file, first) < size - first:
             request.close_connection = True  # the file has become shorter
 
@@ -153,11 +152,11 @@ def fetch_model(
     say: Callable[[str], None],
     name: str = "",
 ) -> Path:
-    """The model that the agent at `address` offers, complete and verified in `destination`.
+    """Fetch the model that the agent at `address` offers; complete and verified in `destination`.
 
-    Files with the right sha256 stay. Raises AgentError if the head offers nothing (400) or does not
-    answer (0), NO_FIT before the transfer if the rest does not fit on the disk, MODEL if files do
-    not arrive or arrive wrong.
+    Keeps files that have the right sha256. Raises AgentError if the agent offers nothing (400) or
+    does not answer (0), NO_FIT before the transfer if the rest does not fit on the disk, MODEL if a
+    file does not arrive or has the wrong sha256.
     """
     offer = call(address, "/model", token, {"name": name}, HASH_TIMEOUT_S, environ)
     files = sorted(offer["files"], key=lambda file: str(file["path"]).endswith(_WEIGHTS))
@@ -186,13 +185,13 @@ def _is_here(folder: Path, file: Mapping[str, Any]) -> bool:
 
 
 def _partial(target: Path) -> Path:
-    """What has come of `target` so far."""
+    """The file that holds the received part of `target`."""
     return target.with_name(target.name + PARTIAL)
 
 
 def _is_below(target: Path, folder: Path) -> bool:
-    """Whether a file `target` would lie in `folder`. A link at its place does not count: the
-    file takes that place.
+    """Whether the file `target` would lie in `folder`. A link at that path does not matter: the new
+    file replaces it.
     """
     return target.name != ".." and target.parent.resolve().is_relative_to(folder.resolve())
 
@@ -207,15 +206,15 @@ def _fetch_file(
 ) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as failed:
-        what = f"{target.parent} cannot be made ({failed.strerror or failed})"
+    except OSError as failure:
+        what = f"{target.parent} cannot be made ({failure.strerror or failure})"
         raise NibbleError(
             ExitCode.MODEL, what=what, expected="a writable folder", action="set NIBBLE_CACHE_DIR"
         ) from None
     partial = _partial(target)
     error: Exception = ConnectionError("the connection ended early")
-    left, wrong = ATTEMPTS, 0
-    while left and wrong < ATTEMPTS:
+    attempts_left, wrong_sums = ATTEMPTS, 0
+    while attempts_left and wrong_sums < ATTEMPTS:
         first = _size(partial)
         try:
             with partial.open("ab") as out:
@@ -226,16 +225,16 @@ def _fetch_file(
         except (OSError, http.client.HTTPException) as broken:
             error = broken
         if (size := _size(partial)) > first:
-            left = ATTEMPTS  # progress resets the attempts
+            attempts_left = ATTEMPTS  # progress resets the attempts
         if size < file["size"]:
-            left -= 1
+            attempts_left -= 1
             time.sleep(PAUSE_S)
             continue
-        with partial.open("rb") as whole:
-            if hashlib.file_digest(whole, "sha256").hexdigest() == file["sha256"]:
+        with partial.open("rb") as received:
+            if hashlib.file_digest(received, "sha256").hexdigest() == file["sha256"]:
                 partial.rename(target)
                 return
-        error, wrong = ValueError("its sha256 is wrong"), wrong + 1
+        error, wrong_sums = ValueError("its sha256 is wrong"), wrong_sums + 1
         partial.unlink()
     what = f"{file['path']} did not come from {address} whole ({error})"
     raise NibbleError(
@@ -266,16 +265,17 @@ def _receive(
 
 
 def models_folder(cache: Path, model: str) -> Path:
-    """Where this node keeps `model` from the head."""
+    """Where this node keeps the head's `model`."""
     return cache / "cluster-models" / model.strip("/").replace("/", "--")
 
 
 def fetch_from_head(
     settings: Settings, environ: Mapping[str, str], head: str, say: Callable[[str], None]
 ) -> Path:
-    """The head's model, complete in this node's cache folder; waits until the head offers it.
+    """Wait until the head offers its model, and fetch it into this node's cache folder.
 
-    Raises CLUSTER where it offers nothing within NIBBLE_CLUSTER_WAIT_SECONDS or refuses the token.
+    Raises CLUSTER if the head offers nothing within NIBBLE_CLUSTER_WAIT_SECONDS or refuses the
+    token, and what `fetch_model` raises.
     """
     token = members_token(settings, environ, "fetching from the head")
     destination = models_folder(settings.cache_dir or cache_dir(environ), str(settings.model))

@@ -1,4 +1,4 @@
-"""The head's side of the cluster, and how members handle its answers."""
+"""The head's side of the cluster, and how members react to the head's answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from nibble.cluster.agent import Handler
+from nibble.cluster.caller import token_refused
 from nibble.cluster.member import Member
 from nibble.cluster.roster import Roster
 from nibble.errors import ExitCode, NibbleError
@@ -14,7 +15,7 @@ from nibble.plan.cluster_ports import AGENT_PORT
 
 
 class Running(Protocol):
-    """An object with a separate thread."""
+    """An object with a thread that `start` starts and `close` ends."""
 
     def start(self) -> Any: ...
 
@@ -22,18 +23,20 @@ class Running(Protocol):
 
 
 @contextlib.contextmanager
-def running(one: Running) -> Iterator[None]:
-    """Started, and closed at the end."""
-    one.start()
+def running(service: Running) -> Iterator[None]:
+    """Start it, and close it at the end."""
+    service.start()
     try:
         yield
     finally:
-        one.close()
+        service.close()
 
 
 @contextlib.contextmanager
 def leaving(member: Member) -> Iterator[None]:
-    """A member that reports its end, with the error if any; the caller starts it."""
+    """Tell the head when this node ends, with the error if there is one. The caller starts the
+    member.
+    """
     why = ""
     try:
         yield
@@ -45,7 +48,7 @@ def leaving(member: Member) -> Iterator[None]:
 
 
 def head_handlers(roster: Roster) -> dict[str, Handler]:
-    """The paths that only a head has."""
+    """The agent's paths that only a head has."""
 
     def claim(body: Mapping[str, Any]) -> dict[str, Any]:
         roster.claim(str(body["who"]), str(body["what"]))
@@ -75,23 +78,17 @@ def head_handlers(roster: Roster) -> dict[str, Handler]:
             "expects": roster.expects,
         }
 
-    found: dict[str, Handler] = {"/beat": roster.beat, "/claim": claim, "/release": release}
-    return found | {"/leave": leave, "/nodes": nodes, "/ended": ended}
+    handlers: dict[str, Handler] = {"/beat": roster.beat, "/claim": claim, "/release": release}
+    return handlers | {"/leave": leave, "/nodes": nodes, "/ended": ended}
 
 
 def refuse(member: Member) -> None:
-    """Raise CLUSTER where the head answered and does not want this node; silence does not count."""
+    """Raise CLUSTER if the head's answer refuses this node. A missing answer does not count."""
     error = member.error
     if error is None or error.status == 0:
         return
     if error.status == 401:
-        what = f"the head at {member.head} refused this node's token"
-        raise NibbleError(
-            ExitCode.CLUSTER,
-            what=what,
-            expected="the head's token",
-            action="set RAY_AUTH_TOKEN_FILE to a copy of the head's file",
-        )
+        raise token_refused(member.head)
     if error.status == 404:
         what = f"the node at {member.head} is not a head"
         raise NibbleError(

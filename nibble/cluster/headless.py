@@ -1,4 +1,4 @@
-"""A machine with ranks and no API: its part of vLLM runs exactly while rank 0's does."""
+"""A machine with ranks and without an API: its part of vLLM follows rank 0's runs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from nibble.cluster.coordinator import Say
     from nibble.plan.plan import Plan
 
-CODE_S = 1.0
-NEW_RUN_S = (
-    30.0  # after its part of vLLM ended: for so long rank 0 may take to notice and begin a new run
-)
+CODE_S = 1.0  # vLLM logs a worker's exit code within this time
+# After this rank's part of vLLM ended: the time that rank 0 has to notice and begin a new run.
+NEW_RUN_S = 30.0
 
 
 def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
-    """Serve this machine's ranks until a stop or until rank 0 stops (0).
+    """Serve this machine's ranks until a stop signal or until rank 0 stops (0).
 
-    Raises CLUSTER if the head refuses this node or never begins, ENGINE_DIED if vLLM ends by itself
-    or the head stays away, NO_FIT if memory runs short. Rank 0 judges what its workers report.
+    Raises CLUSTER if the head refuses this node or begins no run, ENGINE_DIED if vLLM ends by
+    itself or a lost head does not return, NO_FIT if memory runs short. Rank 0 verifies this node's
+    worker reports.
     """
     settings = plan.settings
     head = str(plan.topology.head)
@@ -77,7 +77,7 @@ def serve_headless(plan: Plan, environ: Mapping[str, str], say: Say) -> int:
 
 
 class _Headless:
-    """The loop: wait for a run of the head's, take part in it, end with it."""
+    """The loop: wait for a run of the head, take part in it, end with it."""
 
     def __init__(
         self,
@@ -87,24 +87,19 @@ class _Headless:
         events: queue.SimpleQueue[Event],
         say: Say,
     ) -> None:
-        self._plan, self._member, self._environ, self._events, self._say = (
-            plan,
-            member,
-            environ,
-            events,
-            say,
-        )
+        self._plan, self._member, self._say = plan, member, say
+        self._environ, self._events = environ, events
         self._engine: Engine | None = None
         self._governor: Governor | None = None
-        self._over = threading.Event()  # of the run that is followed
+        self._over = threading.Event()  # the current run is over
         self._errors = ErrorReader()
         self._run = 0
         self._began = False
         self._ended: Ended | None = None
-        self._lost, self._lost_at = "", 0.0  # the process of vLLM's that ended first, and when
+        self._lost, self._lost_at = "", 0.0  # vLLM's process that ended first, and when
 
     def status(self) -> dict[str, Any]:
-        """What /status answers."""
+        """The reply of /status."""
         reply, governor = self._member.reply, self._governor
         return {
             "state": "ready" if self.is_ready() else "starting",
@@ -121,12 +116,12 @@ class _Headless:
         }
 
     def is_ready(self) -> bool:
-        """Whether this rank runs and the server answers."""
+        """Whether this rank runs in the head's current run and the server is ready."""
         alive = not self._member.has_lost_head and self._member.reply.get("state") == "ready"
         return alive and self._engine is not None and self._member.reply.get("run") == self._run
 
     def run(self) -> int:
-        """Everything; see `serve_headless`."""
+        """Take part in one run after another; see `serve_headless`."""
         while True:
             if not self._wait_for_run():
                 return ExitCode.OK
@@ -137,7 +132,7 @@ class _Headless:
             self._member.ended = ()
 
     def kill(self) -> None:
-        """End vLLM here."""
+        """End vLLM on this machine."""
         self._over.set()
         if self._governor is not None:
             self._governor.close()
@@ -147,7 +142,7 @@ class _Headless:
             self._engine = None
 
     def _wait_for_run(self) -> bool:
-        """Until the head begins another run; False at a stop."""
+        """Wait until the head begins a run; False after a stop signal or if the server stopped."""
         limit_s = self._plan.settings.cluster_wait_seconds
         deadline = time.monotonic() + limit_s
         while True:
@@ -175,6 +170,9 @@ class _Headless:
                 )
 
     def _start(self) -> None:
+        """Start vLLM for this run, with its watchdog and a thread that waits for the first process
+        to end.
+        """
         self._began, self._ended, self._errors = True, None, ErrorReader()
         self._lost, self._lost_at = "", 0.0
         self._say(f"run {self._run} of the head: starting this machine's ranks")
@@ -184,8 +182,8 @@ class _Headless:
         limit = self._plan.memory_limits
 
         def on_memory(action: Action, why: str) -> None:
-            """In the watchdog's thread: nothing here may wait. There is no admission to pause;
-            that is rank 0's.
+            """End vLLM if memory runs out. The watchdog's thread calls this, so it must not block.
+            Only rank 0 can pause admission.
             """
             if action == "stop":
                 self._events.put(
@@ -193,9 +191,9 @@ class _Headless:
                 )
                 engine.kill_at_once()
 
-        def follow() -> None:
-            """Also so that `Engine.kill_at_once` knows whom to kill. An event, so that an error
-            put before is told before.
+        def report_first_death() -> None:
+            """Also records the processes that `Engine.kill_at_once` kills. An event keeps the
+            order: an error queued before is raised first.
             """
             if lost := engine.first_death(over):
                 self._lost, self._lost_at = lost, time.monotonic()
@@ -204,20 +202,22 @@ class _Headless:
         self._governor = Governor(MemorySource(), limit, on_memory)
         self._over = over = threading.Event()
         engine.run(self._governor.run)
-        engine.run(follow)
+        engine.run(report_first_death)
 
     def _forget_earlier_run(self) -> None:
-        """What it left in the queue, but for a signal, which is about whatever runs."""
-        left: list[Event] = []
+        """Drop the earlier run's events from the queue. Keep a stop signal, which holds for every
+        run.
+        """
+        dropped: list[Event] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                left.append(self._events.get_nowait())
-        for event in left:
+                dropped.append(self._events.get_nowait())
+        for event in dropped:
             if isinstance(event, Stop):
                 self._events.put(event)
 
     def _take_part(self) -> bool:
-        """Until the run is over; False when this node or the server stops."""
+        """Wait until the run is over; False if this node or the server stops."""
         death, ended_at = None, 0.0
         member = self._member
         while True:
@@ -239,15 +239,15 @@ class _Headless:
                 raise death
 
     def _death(self, code: int) -> NibbleError:
-        """What is known of vLLM's end here; rank 0 says it too."""
+        """The error for vLLM's end here. Rank 0 reports the same cause."""
         how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
         has_killed = self._governor is not None and self._governor.kernel_has_killed()
         ladder = self._plan.ladder if has_killed else None
         return engine_died("headless", how, self._errors.cause, self._lost, ladder)
 
     def _tell_head(self) -> None:
-        """The head waits for nothing that this rank knows already. vLLM logs the exit code just
-        after the end.
+        """Tell the head why vLLM ended here, so that it need not wait for a silence. vLLM logs the
+        exit code just after the end.
         """
         deadline = self._lost_at + CODE_S
         while self._errors.exit_code is None and time.monotonic() < deadline:
@@ -260,7 +260,9 @@ class _Headless:
             self._member.tell_end(End(self._run, 0, why, self._lost_at))
 
     def _stopped(self) -> bool:
-        """Takes one event, or waits for half a beat."""
+        """Handle one event, or wait for half a heartbeat; True after a stop signal. Raises the
+        error of a Failed event.
+        """
         try:
             event = self._events.get(timeout=BEAT_S / 2)
         except queue.Empty:
@@ -270,9 +272,8 @@ class _Headless:
         if isinstance(event, Ended):
             self._ended = event
             self._lost_at = self._lost_at or time.monotonic()
-        if (
-            isinstance(event, Told | Ended) and self._engine is not None
-        ):  # else its end was our doing
+        # Without an engine, nibble ended vLLM itself.
+        if isinstance(event, Told | Ended) and self._engine is not None:
             self._tell_head()
         if isinstance(event, Stop):
             self._say(f"{signal_name(event.signum)}: ending this machine's ranks")

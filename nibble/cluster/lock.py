@@ -1,6 +1,6 @@
 """The claim on a cluster's ports and GPUs: one starting server or one check at a time.
 
-The head keeps the claim (`Roster.claim`) and forgets one that its owner stops repeating.
+The head keeps the claim (`Roster.claim`) and drops it when its owner stops renewing it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nibble.errors import NibbleError
 
 
 class Claim:
-    """`what` says in words who has the nodes; given back at the end of a `with`, if not before."""
+    """`what` tells others who has the nodes. The end of a `with` releases the claim."""
 
     def __init__(self, caller: Caller, what: str) -> None:
         self._caller = caller
@@ -26,7 +26,7 @@ class Claim:
 
     @property
     def who(self) -> str:
-        """Names the one who claims, this process and no other."""
+        """A random id of this claim's owner."""
         return self._body["who"]
 
     def __enter__(self) -> Claim:
@@ -36,25 +36,25 @@ class Claim:
         self.release()
 
     def take(self) -> None:
-        """Have the nodes from now on. Raises AgentError: 400 with who has them, the others as
-        any call.
+        """Claim the nodes and keep the claim. Raises AgentError: status 400 names the owner, other
+        statuses are those of any call.
         """
         if self._thread is None:
             self._ask("/claim")
             self._over.clear()
-            self._thread = threading.Thread(target=self._repeat, name="claim", daemon=True)
+            self._thread = threading.Thread(target=self._renew, name="claim", daemon=True)
             self._thread.start()
 
     def release(self) -> None:
-        """Leave them to the next one."""
+        """Give the nodes back."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._over.set()
-            thread.join()  # a request after the release would be a claim without an owner
+            thread.join()  # a renewal after the release would claim the nodes again
             with contextlib.suppress(AgentError, NibbleError):
                 self._ask("/release")
 
-    def _repeat(self) -> None:
+    def _renew(self) -> None:
         while not self._over.wait(BEAT_S):
             with contextlib.suppress(AgentError, NibbleError):
                 self._ask("/claim")

@@ -1,4 +1,4 @@
-"""A node's side of the cluster: it sends heartbeats and learns what the head does."""
+"""A node's side of the cluster: it sends heartbeats and reads the head's state from the replies."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from nibble.cluster.roster import BEAT_S, LOST_S
 from nibble.errors import NibbleError
 from nibble.machine.process_table import family
 
-_KEPT_ENDS = 16  # a run that ends takes all of them with it
-_LAST_BEAT_S = 5.0  # an unanswered call and the facts
-PART_TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # of the 15 bytes that /proc keeps
+_KEPT_ENDS = 16  # the last ones: when a run ends, all of its workers end
+_LAST_BEAT_S = 5.0  # one call without an answer, and the facts
+WORKER_TITLES = ("ray::RayWorkerP", "VLLM::Worker")  # /proc keeps 15 bytes
 
 
 @dataclass(frozen=True)
 class End:
-    """A process of vLLM's that a run needs and that ended by itself here, at `at` (monotonic).
-    `run` is 0 with Ray.
+    """A process of vLLM that ended by itself here, at `at` (monotonic seconds). `run` is the head's
+    count of runs, 0 with Ray.
     """
 
     run: int
@@ -34,7 +34,9 @@ class End:
 
 @dataclass
 class Member:
-    """Beats to the head until `close`. `facts` is sent whenever the head has none yet."""
+    """Sends heartbeats to the head until `close`. Sends `facts` whenever the head has none of this
+    node.
+    """
 
     head: str
     token: str
@@ -51,18 +53,18 @@ class Member:
     ended: tuple[End, ...] = ()
     _answered: float = field(default_factory=time.monotonic)
     _over: threading.Event = field(default_factory=threading.Event)
-    _news: threading.Event = field(default_factory=threading.Event)
+    _beat_now: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self) -> Member:
-        """Beat in a separate thread."""
+        """Send heartbeats in a separate thread."""
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
         return self
 
     def beat(self) -> None:
-        """One beat. Never raises: `error` says why the last one failed."""
+        """Send one heartbeat. Never raises: `error` says why the last one failed."""
         message = {
             "address": self.address,
             "session": self.session,
@@ -75,27 +77,28 @@ class Member:
         }
         now = time.monotonic()
         message["ended"] = [
-            {"run": one.run, "pid": one.pid, "why": one.why, "ago_s": now - one.at}
-            for one in self.ended
+            {"run": end.run, "pid": end.pid, "why": end.why, "ago_s": now - end.at}
+            for end in self.ended
         ]
         try:
             if self.reply.get("wants_facts", True):
-                message |= {"facts": self.facts(), "time": time.time()}  # facts take a moment
+                # Reading the facts takes time, so the clock is read again after them.
+                message |= {"facts": self.facts(), "time": time.time()}
             self.reply = call(self.head, "/beat", self.token, message, environ=self.environ)
             self.head_session = self.head_session or self.reply["session"]
             self.error, self._answered = None, time.monotonic()
         except AgentError as error:
             self.error = error
-        except (OSError, NibbleError) as error:  # a fact or a certificate that cannot be read now
+        except (OSError, NibbleError) as error:  # a fact or a certificate is unreadable
             self.error = AgentError(0, str(error))
 
     def tell_end(self, end: End) -> None:
-        """The head hears it now, and with each of the next beats."""
+        """Tell the head about `end` now and with every later heartbeat."""
         self.ended = (*self.ended, end)[-_KEPT_ENDS:]
-        self._news.set()
+        self._beat_now.set()
 
     def greet(self) -> None:
-        """Ask the head whether it takes our token, without joining yet; `error` says why not."""
+        """Ask the head whether it accepts the token, without joining; `error` says why not."""
         try:
             call(self.head, "/nodes", self.token, environ=self.environ)
             self.error, self._answered = None, time.monotonic()
@@ -109,20 +112,21 @@ class Member:
 
     @property
     def has_new_head(self) -> bool:
-        """Whether the head is not the one that was there first."""
+        """Whether the head has restarted since the first answer."""
         return self.reply.get("session", self.head_session) != self.head_session
 
     @property
     def has_lost_head(self) -> bool:
-        """Whether the head has been silent for too long."""
+        """Whether the head has not answered for LOST_S."""
         return self.silence_s >= LOST_S
 
     def leave(self, why: str = "") -> None:
-        """Say goodbye, and `why` where it is an error, where the head still listens."""
+        """Tell the head that this node leaves, with `why` after an error. Ignores a head that does
+        not answer.
+        """
         self.close()
-        if (
-            self._thread is not None
-        ):  # a beat after the goodbye would make a node that is silent for ever
+        if self._thread is not None:
+            # A heartbeat after the goodbye would add the node to the list again.
             self._thread.join(_LAST_BEAT_S)
         with contextlib.suppress(AgentError):
             call(
@@ -135,17 +139,17 @@ class Member:
             )
 
     def close(self) -> None:
-        """No further beats."""
+        """Stop the heartbeats."""
         self._over.set()
-        self._news.set()
+        self._beat_now.set()
 
     def _run(self) -> None:
         while not self._over.is_set():
             self.beat()
-            self._news.wait(BEAT_S)
-            self._news.clear()
+            self._beat_now.wait(BEAT_S)
+            self._beat_now.clear()
 
 
 def busy_processes() -> int:
-    """How many descendants of this process hold parts of a model for vLLM."""
-    return sum(one.name.startswith(PART_TITLES) for one in family(-1))
+    """How many descendants of this process are vLLM workers."""
+    return sum(process.name.startswith(WORKER_TITLES) for process in family(-1))

@@ -1,6 +1,7 @@
 """One download with Ray: nodes without the model's folder copy it from the server's machine.
 
-A node's side is `Copies`: it offers a folder or fetches one, when the server asks (`distribute`).
+`Copies` is a node's side: it offers or fetches a folder on request. `distribute` is the server's
+side.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Tell = Callable[[str], None]
 
 
 class Copies:
-    """What a node gives away and what it fetches. `cache` is nibble's cache folder: nothing is
-    written outside of it and of the Hub's.
+    """The folders that a node offers and fetches. `cache` is nibble's cache folder. A node writes
+    only to that folder and to the Hub's cache.
     """
 
     def __init__(self, token: str, environ: Mapping[str, str], cache: Path | None) -> None:
@@ -37,16 +38,16 @@ class Copies:
         self._states: dict[str, tuple[str, str]] = {}
 
     def handlers(self) -> dict[str, Handler]:
-        """For the agent's POST paths.
+        """The agent's POST paths.
 
-        `/offer` {folder} -> {name}; `/fetch` {address, name, folder} -> {state, detail}: asked
-        again and again, it begins the transfer once and says how far it is. "here" and "failed" are
-        said once; a request after that begins anew.
+        `/offer` {folder} -> {name}. `/fetch` {address, name, folder} -> {state, detail}: the first
+        request begins the transfer, later ones return its progress. "here" and "failed" are
+        returned once; a request after that begins a new transfer.
         """
         return {"/offer": self._offer, "/fetch": self._fetch, **self._offers.handlers()}
 
     def senders(self) -> dict[str, Sender]:
-        """For the agent's GET paths."""
+        """The agent's GET paths."""
         return self._offers.senders()
 
     def _offer(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,16 +77,16 @@ class Copies:
                 self._token,
                 self._environ,
                 Path(folder),
-                lambda text: self._note(folder, "fetching", text),
+                lambda text: self._set_state(folder, "fetching", text),
                 name,
             )
-            self._note(folder, "here", "")
-        except Exception as error:  # whatever it is, the server asks until it hears an end
-            self._note(
+            self._set_state(folder, "here", "")
+        except Exception as error:  # the server polls until it reads an end state
+            self._set_state(
                 folder, "failed", error.what if isinstance(error, NibbleError) else str(error)
             )
 
-    def _note(self, folder: str, state: str, detail: str) -> None:
+    def _set_state(self, folder: str, state: str, detail: str) -> None:
         with self._lock:
             self._states[folder] = (state, detail)
 
@@ -98,46 +99,49 @@ def distribute(
     over: threading.Event,
     tell: Tell,
 ) -> list[Problem]:
-    """Give `folders` of the node at address `source` to those of `nodes` that lack them; returns
-    when all have them, at the first problem, or when `over` is set.
+    """Copy `folders` from the node at address `source` to the nodes that lack them.
+
+    Returns when all nodes have them, at the first problem, or when `over` is set.
     """
     for folder in folders:
         try:
-            lacking = _lacking(caller, nodes, folder)
+            lacking = _nodes_without(caller, nodes, folder)
             name = caller.ask(source, "/offer", {"folder": folder})["name"] if lacking else ""
         except AgentError as error:
             action = "run `serve` beside a Ray node that sees the same files"
             return [
                 Problem(source, f"it cannot offer {folder} to the other nodes ({error})", action)
             ]
-        if problem := _give(
+        if problem := _copy_to(
             caller, lacking, {"address": source, "name": name, "folder": folder}, over, tell
         ):
             return [problem]
     return []
 
 
-def _lacking(
+def _nodes_without(
     caller: Caller, nodes: Sequence[Mapping[str, Any]], folder: str
 ) -> dict[str, Mapping[str, Any]]:
-    """The nodes that have not all of `folder`, by address. Raises AgentError."""
-    found = {}
+    """The nodes that do not have all files of `folder`, by address. Raises AgentError."""
+    nodes_without = {}
     for node in nodes:
         answer = caller.ask(node["address"], "/facts", {"models": [folder]})
         if answer["models"][folder] != "here":
-            found[node["address"]] = node
-    return found
+            nodes_without[node["address"]] = node
+    return nodes_without
 
 
-def _give(
+def _copy_to(
     caller: Caller,
     lacking: Mapping[str, Mapping[str, Any]],
     body: Mapping[str, str],
     over: threading.Event,
     tell: Tell,
 ) -> Problem | None:
-    """All of `lacking` fetch at the same time; their progress goes to `tell`."""
-    waiting, said = dict(lacking), dict.fromkeys(lacking, "")
+    """Let all of `lacking` fetch at the same time; report their progress to `tell`. Returns the
+    first problem.
+    """
+    waiting, last_details = dict(lacking), dict.fromkeys(lacking, "")
     for node in lacking.values():
         tell(f"{node['name']} fetches {body['folder']} from {body['address']}")
     while waiting and not over.is_set():
@@ -157,8 +161,8 @@ def _give(
                 return Problem(node["name"], answer["detail"], action)
             if answer["state"] == "here":
                 del waiting[address]
-            elif answer["detail"] not in ("", said[address]):
-                said[address] = answer["detail"]
+            elif answer["detail"] not in ("", last_details[address]):
+                last_details[address] = answer["detail"]
                 tell(f"{node['name']}: {answer['detail']}")
         if waiting:
             over.wait(BEAT_S)

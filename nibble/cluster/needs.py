@@ -1,4 +1,4 @@
-"""What a plan needs of every node. Pure but for the look whether a draft is a folder."""
+"""What a plan needs of every node. Pure, except that it checks whether a draft is a folder."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ if TYPE_CHECKING:
 
 
 def model_folders(plan: Plan) -> list[str]:
-    """The folders that every node of a Ray cluster loads from: the model's and its draft's."""
+    """The folders that every node of a Ray cluster loads: the model's, and the draft's if there is
+    one.
+    """
     draft = plan.args.get("--speculative-config")
-    named = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None
-    return list(dict.fromkeys([plan.model, *([named] if named and Path(named).is_dir() else [])]))
+    draft_model = draft.value.get("model") if draft and isinstance(draft.value, Mapping) else None
+    folders = [plan.model]
+    if draft_model and draft_model != plan.model and Path(draft_model).is_dir():
+        folders.append(draft_model)
+    return folders
 
 
 def least_memory_bytes(plan: Plan) -> int:
-    """What each node needs: weights, engine and the smallest KV cache; 0 where the weights are
-    not known.
+    """Bytes that each node needs: weights, engine and the smallest KV cache; 0 if the weights' size
+    is unknown.
     """
     budget = plan.budget
     if budget.weights_bytes is None:

@@ -1,4 +1,4 @@
-"""This node's address, the interface that has it, and the interface's RDMA devices."""
+"""This node's address, the network interface with that address, and its RDMA devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nibble.settings.options import Settings
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 RESOLVE_S = 2.0
-_OUTSIDE = "192.0.2.1"  # RFC 5737: stands for any address beyond this machine
+_OUTSIDE = "192.0.2.1"  # RFC 5737: any address outside of this machine
 _SYS = Path("/sys")
 
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """One RDMA port that is up. `gid_index` is that of RoCE v2 with the node's IPv4 address,
-    None where there is none.
+    """One RDMA port that is up. `gid_index` is the RoCE v2 entry of the node's IPv4 address, or
+    None.
     """
 
     name: str
@@ -36,17 +36,18 @@ class RdmaDevice:
 
 
 def node_address(settings: Settings, head: str | None) -> str:
-    """Where the other nodes reach this one:
+    """The address at which other nodes reach this one.
 
-    WORKER_IP, on the head (`head` None) HEAD_IP, else the address of NIBBLE_CLUSTER_INTERFACE, else
-    that of the route to the head. Raises CLUSTER for an unknown name.
+    The first of these that is set: WORKER_IP; HEAD_IP on the head (`head` None); the address of
+    NIBBLE_CLUSTER_INTERFACE; the address of the route to the head. Raises CLUSTER for an unknown
+    name, or without a route.
     """
     if settings.worker_ip:
         return resolve(settings.worker_ip, "WORKER_IP")
     if head is None and settings.head_ip:
         return resolve(settings.head_ip, "HEAD_IP")
-    if settings.cluster_interface and (found := address_of(settings.cluster_interface)):
-        return found
+    if settings.cluster_interface and (address := address_of(settings.cluster_interface)):
+        return address
     target = resolve(head, "HEAD_IP") if head else _OUTSIDE
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -64,25 +65,22 @@ def node_address(settings: Settings, head: str | None) -> str:
 
 
 def resolve(name: str, variable: str) -> str:
-    """The IPv4 address of `name`. Raises CLUSTER for a name that is not known, and for name servers
-    that are silent.
+    """The IPv4 address of `name`, the value of `variable`.
 
-    The C library alone would ask silent ones for 10 s and more, and takes no limit from its caller.
+    Raises CLUSTER if the name is unknown or no name server answers within RESOLVE_S. The C library
+    would wait 10 s or more and has no timeout parameter.
     """
-    found: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            found.put(socket.gethostbyname(name))
-        except (
-            OSError,
-            UnicodeError,
-        ) as error:  # a name with an empty part cannot even be asked for
-            found.put(error)
+            answers.put(socket.gethostbyname(name))
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name with an empty label
+            answers.put(error)
 
     threading.Thread(target=ask, name="resolve", daemon=True).start()
     try:
-        answer = found.get(timeout=RESOLVE_S)
+        answer = answers.get(timeout=RESOLVE_S)
     except queue.Empty:
         answer = OSError(0, f"no name server answers within {RESOLVE_S:.0f} s")
     if isinstance(answer, str):
@@ -95,24 +93,26 @@ def resolve(name: str, variable: str) -> str:
 
 
 def is_here(address: str) -> bool:
-    """Whether `address` (or the name of one) is this machine's."""
+    """Whether `address`, or the host name, belongs to this machine."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
-            probe.bind(found[4])
+        resolved = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(resolved[0], socket.SOCK_STREAM) as probe:
+            probe.bind(resolved[4])
     except (OSError, UnicodeError):
         return False
     return True
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has `address` (IPv4), or None."""
-    found = next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
-    return found or ("lo" if address.startswith("127.") else None)
+    """The network interface with the IPv4 address `address`, or None."""
+    for _, name in socket.if_nameindex():
+        if address_of(name) == address:
+            return name
+    return "lo" if address.startswith("127.") else None
 
 
 def address_of(interface: str) -> str | None:
-    """Its first IPv4 address; None where it has none, or is not here."""
+    """The first IPv4 address of an interface; None if it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
@@ -120,32 +120,34 @@ def address_of(interface: str) -> str | None:
 
 
 def mtu(interface: str) -> int | None:
-    """Bytes of the largest packet, or None where the kernel does not say."""
+    """The interface's MTU in bytes, or None if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError):
         return int((_SYS / "class/net" / interface / "mtu").read_text())
     return None
 
 
 def rdma_devices(address: str, sys: Path = _SYS) -> tuple[RdmaDevice, ...]:
-    """RDMA ports that are up, those of RoCE with the GID of `address` (its index differs from
-    node to node).
+    """The RDMA ports that are up. RoCE ports have the GID index of `address`, which differs between
+    nodes.
     """
-    found: list[RdmaDevice] = []
+    devices: list[RdmaDevice] = []
     for port in sorted(sys.glob("class/infiniband/*/ports/*")):
         state, link = _read(port / "state"), _read(port / "link_layer")
         if "ACTIVE" not in state:
             continue
         interface = _read(port / "gid_attrs/ndevs/0")
-        found.append(
+        devices.append(
             RdmaDevice(
                 port.parent.parent.name, int(port.name), link, interface, _gid_index(port, address)
             )
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def _gid_index(port: Path, address: str) -> int | None:
-    """RoCE v2 keeps an IPv4 address as ::ffff:a.b.c.d in the table of GIDs."""
+    """The index of the RoCE v2 GID of `address`. The table stores an IPv4 address as
+    ::ffff:a.b.c.d.
+    """
     with contextlib.suppress(OSError):
         wanted = socket.inet_aton(address).hex()
         for entry in sorted((port / "gids").iterdir(), key=lambda path: int(path.name)):
@@ -164,24 +166,27 @@ def _read(path: Path) -> str:
         return ""
 
 
-def find_interface(asked: str | None, address: str) -> str:
-    """The interface of the cluster's traffic: the one that was asked for, else that of
-    `address`. Raises CLUSTER for none.
+def find_interface(requested: str | None, address: str) -> str:
+    """The interface for the cluster's traffic: `requested`, else the one with `address`. Raises
+    CLUSTER if it does not exist.
     """
-    if asked:
-        here = [name for _, name in socket.if_nameindex()]
-        if asked not in here:
-            what = f"this node has no network interface {asked}"
+    if requested:
+        interfaces = [name for _, name in socket.if_nameindex()]
+        if requested not in interfaces:
+            what = f"this node has no network interface {requested}"
             action = (
                 "correct NIBBLE_CLUSTER_INTERFACE, or unset it to use the one with this node's"
                 " address"
             )
             raise NibbleError(
-                ExitCode.CLUSTER, what=what, expected="one of " + ", ".join(here), action=action
+                ExitCode.CLUSTER,
+                what=what,
+                expected="one of " + ", ".join(interfaces),
+                action=action,
             )
-        return asked
-    found = interface_of(address)
-    if found is None:
+        return requested
+    interface = interface_of(address)
+    if interface is None:
         what = f"no network interface here has the address {address}"
         raise NibbleError(
             ExitCode.CLUSTER,
@@ -190,21 +195,21 @@ def find_interface(asked: str | None, address: str) -> str:
             action="set WORKER_IP (HEAD_IP on the head) to an address of this machine, or"
             " NIBBLE_CLUSTER_INTERFACE",
         )
-    return found
+    return interface
 
 
 def network_environ(
     address: str, interface: str, devices: tuple[RdmaDevice, ...]
 ) -> Mapping[str, str]:
-    """What vLLM, Gloo and NCCL need to meet over `interface`. Fixed names are wrong on the next
-    machine.
+    """The variables that connect vLLM, Gloo and NCCL over `interface`. Each node needs its own
+    values, because names differ between machines.
     """
-    found = {"VLLM_HOST_IP": address}
-    found |= dict.fromkeys(
+    environ = {"VLLM_HOST_IP": address}
+    environ |= dict.fromkeys(
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface
     )
-    if here := [device for device in devices if device.gid_index is not None]:
-        found["NCCL_IB_HCA"] = ",".join(f"{device.name}:{device.port}" for device in here)
-        if len(indexes := {device.gid_index for device in here}) == 1:
-            found["NCCL_IB_GID_INDEX"] = str(indexes.pop())
-    return found
+    if roce := [device for device in devices if device.gid_index is not None]:
+        environ["NCCL_IB_HCA"] = ",".join(f"{device.name}:{device.port}" for device in roce)
+        if len(indexes := {device.gid_index for device in roce}) == 1:
+            environ["NCCL_IB_GID_INDEX"] = str(indexes.pop())
+    return environ

@@ -1,4 +1,4 @@
-"""The answers of every node's agent: facts, reachability, its part of an all-reduce."""
+"""What every node's agent answers: facts, reachability, a rank of the all-reduce."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from nibble.plan.plan import Plan
 
 REACH_S = 3.0
-_AGAIN_S = 0.1
+_RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
 class Place:
-    """This node in the network. A network that was away may come back as another interface, so that
-    is looked for each time.
+    """This node in the network. The interface is looked up each time: after an outage the network
+    may return as another interface.
 
-    `asked_interface` is the user's (None: the one that has `address`), `given` the user's
-    environment, `cache` nibble's cache folder here.
+    `asked_interface` is the user's choice (None: the one that has `address`), `given` the user's
+    environment, `cache` nibble's cache folder on this machine.
     """
 
     address: str
@@ -51,22 +51,25 @@ class Place:
 
     @property
     def interface(self) -> str:
-        """Of the cluster's traffic now. Raises CLUSTER where none has `address`."""
+        """The interface of the cluster's traffic now. Raises CLUSTER if no interface has
+        `address`.
+        """
         return find_interface(self.asked_interface, self.address)
 
     @property
     def environ(self) -> dict[str, str]:
-        """What vLLM, Gloo and NCCL need here now; the user's own values win."""
+        """The variables that vLLM, Gloo and NCCL need now. The user's values win."""
         chosen = network_environ(self.address, self.interface, rdma_devices(self.address))
         return {**chosen, **self.given}
 
     def facts(self) -> dict[str, Any]:
+        """The facts of this node; see `facts.collect`."""
         return collect(self.address, self.interface, self.environ, self.cache)
 
 
 def find_place(settings: Settings, environ: Mapping[str, str], head: str | None) -> Place:
-    """`head` is its address, None on the head itself. Raises CLUSTER where this node has no
-    usable address.
+    """This node's place in the cluster. `head` is the head's address, None on the head. Raises
+    CLUSTER if this node has no usable address.
     """
     address = node_address(settings, head)
     find_interface(settings.cluster_interface, address)
@@ -76,24 +79,22 @@ def find_place(settings: Settings, environ: Mapping[str, str], head: str | None)
 
 
 def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
-    """The paths that every node has. `plan` is a rank's own; a Ray node has none."""
+    """The agent's paths that every node has. A rank passes its `plan`; a Ray node has none."""
 
     def facts(body: Mapping[str, Any]) -> dict[str, Any]:
-        own = rank_facts(plan, plan.vllm_environ(place.environ)) if plan else {}
-        models = {one: model_state(one) for one in body.get("models") or ()}
-        if asked := body.get("hub"):
-            models[str(asked["model"])] = hub_state(
-                str(asked["model"]), asked["revision"], place.given
-            )
-        return place.facts() | own | {"models": models}
+        rank = rank_facts(plan, plan.vllm_environ(place.environ)) if plan else {}
+        models = {folder: model_state(folder) for folder in body.get("models") or ()}
+        if hub := body.get("hub"):
+            models[str(hub["model"])] = hub_state(str(hub["model"]), hub["revision"], place.given)
+        return place.facts() | rank | {"models": models}
 
     def checkpoints(body: Mapping[str, Any]) -> dict[str, Any]:
-        asked = {str(folder): str(folder) for folder in body.get("folders") or ()}
-        own = checkpoint_folders(plan) if plan else {}
-        return {"checkpoints": {label: summary(folder) for label, folder in (asked or own).items()}}
+        requested = {str(folder): str(folder) for folder in body.get("folders") or ()}
+        folders = requested or (checkpoint_folders(plan) if plan else {})
+        return {"checkpoints": {label: summary(folder) for label, folder in folders.items()}}
 
     def entries(body: Mapping[str, Any]) -> dict[str, Any]:
-        """What a digest of /facts ("part") or /checkpoints ("folder") is made of."""
+        """What a digest of /facts ("part") or /checkpoints ("folder") covers."""
         if folder := body.get("folder"):
             return {"entries": checkpoint_facts(str(folder))}
         return {"entries": dict(part_files(str(body["part"])))}
@@ -103,11 +104,11 @@ def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
             "unreachable": unreachable([(str(host), int(port)) for host, port in body["targets"]])
         }
 
-    rank_here = OneAtATime()
+    rank_process = LatestProcess()
 
     def reduce(body: Mapping[str, Any]) -> dict[str, Any]:
-        words = (str(int(body[name])) for name in ("rank", "world"))
-        return all_reduce(place, rank_here, [*words, str(body["head"]), str(int(body["port"]))])
+        rank, world, port = (str(int(body[name])) for name in ("rank", "world", "port"))
+        return all_reduce(place, rank_process, [rank, world, str(body["head"]), port])
 
     listening: list[socket.socket] = []
     one_at_a_time = threading.Lock()
@@ -116,8 +117,8 @@ def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
         with one_at_a_time:
             while listening:
                 listening.pop().close()
-            found, taken = listen_on(place.address, [int(port) for port in body["ports"]])
-            listening.extend(found)
+            sockets, taken = listen_on(place.address, [int(port) for port in body["ports"]])
+            listening.extend(sockets)
         return {"taken": taken}
 
     return {
@@ -131,7 +132,7 @@ def node_handlers(place: Place, plan: Plan | None = None) -> dict[str, Handler]:
 
 
 def proof_handlers(folder: Path) -> dict[str, Handler]:
-    """The path of a node whose workers' reports are judged by the server on another one."""
+    """The agent's path for workers' reports, which the server on another node verifies."""
 
     def proof(body: Mapping[str, Any]) -> dict[str, Any]:
         alive = {
@@ -143,48 +144,48 @@ def proof_handlers(folder: Path) -> dict[str, Handler]:
 
 
 def ranks_by_pid(folder: Path) -> dict[int, int]:
-    """Which rank of the model each worker had that wrote a report into `folder`, whether it
-    still runs or not.
+    """The model's rank of each worker that wrote a report into `folder`, also of workers that have
+    ended.
     """
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for file in folder.glob(WORKER_REPORTS):
         with contextlib.suppress(OSError, ValueError, KeyError):
             report: WorkerReport = json.loads(file.read_text())
-            found[int(reporting_pid(file))] = int(report["rank"])
-    return found
+            ranks[int(reporting_pid(file))] = int(report["rank"])
+    return ranks
 
 
 def listen_on(address: str, ports: list[int]) -> tuple[list[socket.socket], list[int]]:
-    """(sockets that take connections on `ports`, those of `ports` that other programs use)."""
-    found: list[socket.socket] = []
+    """(sockets that listen on `ports`, the ports that other programs use)."""
+    sockets: list[socket.socket] = []
     taken: list[int] = []
     for port in ports:
         try:
-            found.append(socket.create_server((address, port)))
+            sockets.append(socket.create_server((address, port)))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             taken.append(port)
-    return found, taken
+    return sockets, taken
 
 
 def unreachable(targets: list[tuple[str, int]]) -> list[str]:
-    """Those of `targets` that take no TCP connection, with why. One that is refused is tried
-    again: Ray's agents start late.
+    """The targets that accept no TCP connection, each with its error. A refused connection is tried
+    again for REACH_S, because Ray's agents start late.
     """
-    found = []
+    failed = []
     deadline = time.monotonic() + REACH_S
     for host, port in targets:
-        error = _knock(host, port)
+        error = _connection_error(host, port)
         while isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline:
-            time.sleep(_AGAIN_S)
-            error = _knock(host, port)
+            time.sleep(_RETRY_S)
+            error = _connection_error(host, port)
         if error:
-            found.append(f"{host}:{port} ({error.strerror or error})")
-    return found
+            failed.append(f"{host}:{port} ({error.strerror or error})")
+    return failed
 
 
-def _knock(host: str, port: int) -> OSError | None:
+def _connection_error(host: str, port: int) -> OSError | None:
     try:
         socket.create_connection((host, port), timeout=REACH_S).close()
     except OSError as error:
@@ -192,9 +193,9 @@ def _knock(host: str, port: int) -> OSError | None:
     return None
 
 
-class OneAtATime:
-    """A process of which only the last one runs: the caller of the one before has gone, and
-    that process would meet the new one's partners.
+class LatestProcess:
+    """Runs one process at a time. A new one kills the one before: its caller has gone, and it would
+    connect to the new one's peers.
     """
 
     def __init__(self) -> None:
@@ -202,22 +203,23 @@ class OneAtATime:
         self._child: subprocess.Popen[str] | None = None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start `command`; kills the process before."""
         with self._lock:
             if self._child is not None:
                 self._child.kill()
-            out = subprocess.PIPE
+            pipe = subprocess.PIPE
             self._child = subprocess.Popen(
-                command, env=dict(environ), stdout=out, stderr=out, text=True
+                command, env=dict(environ), stdout=pipe, stderr=pipe, text=True
             )
             return self._child
 
 
-def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str, Any]:
-    """This node's rank, in a separate process; {"error": …} where it failed. `words` are those
+def all_reduce(place: Place, runner: LatestProcess, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run this node's rank in a separate process; {"error": …} if it failed. `arguments` are those
     of nibble.cluster.allreduce.
     """
-    command = [sys.executable, "-P", "-m", "nibble.cluster.allreduce", *words]
-    child = here.start(command, place.environ)
+    command = [sys.executable, "-P", "-m", "nibble.cluster.allreduce", *arguments]
+    child = runner.start(command, place.environ)
     try:
         out, err = child.communicate(timeout=TIMEOUT_S + 30)
     except subprocess.TimeoutExpired:
@@ -228,6 +230,6 @@ def all_reduce(place: Place, here: OneAtATime, words: Sequence[str]) -> dict[str
     if child.returncode == 0 and lines:
         return json.loads(lines[-1])
     if child.returncode == -signal.SIGKILL:
-        return {"error": "this node ended it, for another check or out of memory"}
+        return {"error": "this node killed it, for another check or for lack of memory"}
     errors = [line for line in err.splitlines() if "Error" in line]
     return {"error": (errors or err.strip().splitlines() or ["no message"])[-1].strip()[:300]}

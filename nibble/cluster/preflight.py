@@ -1,4 +1,4 @@
-"""Checks before a load: nodes are compatible, reach each other, and add correctly and fast."""
+"""The checks before a load: nodes are compatible, reach each other, and reduce correctly."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from nibble.plan.cluster_ports import (
 
 GPU_GB_PER_S, CPU_GB_PER_S = 1.0, 0.01
 REDUCE_TIMEOUT_S = 100.0
-HUB_TIMEOUT_S = 120.0  # which may be slow to say that it cannot be reached
-RAY_WORKER_PORT = NODE_PORTS["--max-worker-port"]  # stands for the range: the last that Ray takes
+HUB_TIMEOUT_S = 120.0  # an unreachable Hub may answer late
+# The last port of the range of Ray's workers, checked for all of them.
+RAY_WORKER_PORT = NODE_PORTS["--max-worker-port"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the preflight found. `reduce` is the slowest rank's all-reduce, None where it was not
-    reached.
+    """What the preflight found. `reduce` is the slowest rank's all-reduce, None if the preflight
+    did not get that far.
     """
 
     nodes: Sequence[Mapping[str, Any]]
@@ -42,12 +43,12 @@ class Report:
         """Plain data for --json and /status."""
         return {
             "nodes": list(self.nodes),
-            "problems": [asdict(one) for one in self.problems],
+            "problems": [asdict(problem) for problem in self.problems],
             "reduce": self.reduce,
         }
 
     def demand(self) -> None:
-        """Raises CLUSTER with the first problem and the number of the others."""
+        """Raise CLUSTER with the first problem and the number of others, if there is one."""
         if not self.problems:
             return
         first, more = self.problems[0], len(self.problems) - 1
@@ -71,69 +72,69 @@ def preflight(
     server: Mapping[str, Any] | None = None,
     over: threading.Event | None = None,
 ) -> Report:
-    """Check `nodes`, the head's own first. Stops at the first group of checks that finds something,
-    and, without a result, as soon as `over` is set.
+    """Check `nodes`, the head's first. Stops at the first group of checks that finds a problem.
+    Returns without a result as soon as `over` is set.
 
-    `models` are folders that every node must have; none where each downloads. `hub` is the "model"
-    and "revision" that each must have or be able to download (with Ray, whose workers look in one
-    place, all but the first must have it). With `first_gives` both are asked of the first alone.
-    `ports` are vLLM's own on the head, without Ray. `least_gb_per_s` None takes the default.
-    `server` are the `rank_facts` of a server through Ray.
+    `models` are folders that every node must have; empty if each node downloads. `hub` is the
+    "model" and "revision" that each node must have or be able to download. Ray's workers look in
+    one place, so with Ray all nodes but the first must have it. With `first_gives` only the first
+    node needs either. `ports` are vLLM's ports on the head, without Ray. `least_gb_per_s` None
+    takes the default. `server` are the `rank_facts` of a server through Ray.
     """
     over = over or threading.Event()
-    asked = {"models": models, "hub": hub}
-    problems, fresh = _ask_facts(caller, nodes, asked, first_gives, has_ray, over)
-    if fresh and not problems:
-        problems = compare(fresh, least_memory_bytes) + settings_problems(fresh, server)
-        problems += compare_code(caller, fresh, server)
-    if fresh and not problems and not (first_gives or over.is_set()):
-        problems = compare_checkpoints(caller, fresh, models, over)
+    required = {"models": models, "hub": hub}
+    problems, described = _ask_facts(caller, nodes, required, first_gives, has_ray, over)
+    if described and not problems:
+        problems = compare(described, least_memory_bytes) + settings_problems(described, server)
+        problems += compare_code(caller, described, server)
+    if described and not problems and not (first_gives or over.is_set()):
+        problems = compare_checkpoints(caller, described, models, over)
     if not problems:
-        problems = _reach(caller, fresh, has_ray, ports, over)
+        problems = _reach(caller, described, has_ray, ports, over)
     if problems or over.is_set():
-        return Report(fresh, problems, None)
-    reduce, problems = _reduce(caller, fresh, least_gb_per_s, over)
-    return Report(fresh, problems, reduce)
+        return Report(described, problems, None)
+    reduce, problems = _reduce(caller, described, least_gb_per_s, over)
+    return Report(described, problems, reduce)
 
 
 def _ask_facts(
     caller: Caller,
     nodes: Sequence[Mapping[str, Any]],
-    asked: Mapping[str, Any],
+    required: Mapping[str, Any],
     first_gives: bool,
     has_ray: bool,
     over: threading.Event,
 ) -> tuple[list[Problem], list[Mapping[str, Any]]]:
-    """The nodes with their facts of this moment; that they answer is the way from here to them.
-    `asked` are the models.
+    """The nodes with their current facts. Their answers also show that this machine reaches them.
+    `required` are the models.
     """
     problems: list[Problem] = []
-    fresh: dict[str, Mapping[str, Any]] = {}
-    timeout_s = HUB_TIMEOUT_S if asked["hub"] else FACTS_TIMEOUT_S
-    get = (
-        f"run `nibble pull {asked['hub']['model']}`"
-        if asked["hub"]
+    described: dict[str, Mapping[str, Any]] = {}
+    timeout_s = HUB_TIMEOUT_S if required["hub"] else FACTS_TIMEOUT_S
+    advice = (
+        f"run `nibble pull {required['hub']['model']}`"
+        if required["hub"]
         else "copy the model to the same path"
     )
 
     def ask(node: Mapping[str, Any]) -> dict[str, Any]:
-        body = {} if first_gives and node is not nodes[0] else asked
+        body = {} if first_gives and node is not nodes[0] else required
         return caller.ask(node["address"], "/facts", body, timeout_s)
 
     for node, answer in ask_all(nodes, ask, over):
         if isinstance(answer, AgentError):
-            problems.append(_no_answer(node, answer))
+            problems.append(_call_problem(node, answer))
             continue
-        fresh[node["address"]] = {**node, "facts": answer}
-        enough = ("here",) if has_ray and node is not nodes[0] else ("here", "downloadable")
+        described[node["address"]] = {**node, "facts": answer}
+        accepted = ("here",) if has_ray and node is not nodes[0] else ("here", "downloadable")
         for model, state in answer["models"].items():
-            if state not in enough:
-                action = f"set NIBBLE_CLUSTER_MODEL=head, or {get} there"
+            if state not in accepted:
+                action = f"set NIBBLE_CLUSTER_MODEL=head, or {advice} there"
                 problems.append(Problem(node["name"], f"the model {model} is {state}", action))
-    return problems, [fresh[node["address"]] for node in nodes if node["address"] in fresh]
+    return problems, [described[node["address"]] for node in nodes if node["address"] in described]
 
 
-def _no_answer(node: Mapping[str, Any], error: AgentError) -> Problem:
+def _call_problem(node: Mapping[str, Any], error: AgentError) -> Problem:
     if error.status:
         return Problem(
             node["name"], f"it cannot describe itself ({error})", "fix that, or see its log"
@@ -149,8 +150,8 @@ def _reach(
     ports: Sequence[int],
     over: threading.Event,
 ) -> list[Problem]:
-    """Every node to every other's fixed ports, so both ways. Where nothing listens yet, the
-    agents do meanwhile.
+    """Check that every node reaches the fixed ports of every other node. The agents listen on ports
+    that are not open yet.
     """
     opened = (
         {node["address"]: (RAY_WORKER_PORT,) for node in nodes}
@@ -164,7 +165,7 @@ def _reach(
                 problems.append(
                     Problem(node["name"], f"it cannot listen ({answer})", "see its log")
                 )
-            elif answer["taken"] and not has_ray:  # with Ray a worker process may have it
+            elif answer["taken"] and not has_ray:  # with Ray a worker process may use it
                 what = f"another program uses vLLM's port {', '.join(map(str, answer['taken']))}"
                 problems.append(Problem(node["name"], what, "end that program"))
         return problems or _reach_all(caller, nodes, has_ray, opened, over)
@@ -178,7 +179,7 @@ def _listen(
     ports: Mapping[str, Sequence[int]],
     over: threading.Event,
 ) -> list[tuple[Mapping[str, Any], Any]]:
-    """Have the agents listen on `ports`, by address, and on no others."""
+    """Let the agents listen on `ports` (by address), and close the ports of an earlier call."""
 
     def ask(node: Mapping[str, Any]) -> dict[str, Any]:
         return caller.ask(node["address"], "/listen", {"ports": list(ports[node["address"]])}, 5.0)
@@ -197,8 +198,8 @@ def _reach_all(
 
     def targets(node: Mapping[str, Any]) -> list[tuple[str, int]]:
         others = [other["address"] for other in nodes if other is not node]
-        found = [(other, port) for other in others for port in (*fixed, *opened.get(other, ()))]
-        return found + ([(caller.head, GCS_PORT)] if has_ray else [])
+        ports = [(other, port) for other in others for port in (*fixed, *opened.get(other, ()))]
+        return ports + ([(caller.head, GCS_PORT)] if has_ray else [])
 
     timeout_s = 5.0 + 3.5 * len(nodes) * (len(fixed) + 2)
 
@@ -220,10 +221,9 @@ def _reduce(
     least_gb_per_s: float | None,
     over: threading.Event,
 ) -> tuple[Mapping[str, Any] | None, list[Problem]]:
-    """One rank on each node; the slowest one counts.
+    """Run one rank on each node and judge the slowest.
 
-    The first problem is that of the node that failed first: the others wait for it until their time
-    is over.
+    The node that fails first has the first problem: the others wait for it until their timeout.
     """
     ranks = {node["address"]: rank for rank, node in enumerate(nodes)}
 
@@ -254,29 +254,30 @@ def _reduce(
             answers.append({**answer, "node": node["name"]})
     if problems or over.is_set():
         return None, problems
-    order = {node["name"]: place for place, node in enumerate(nodes)}
+    order = {node["name"]: index for index, node in enumerate(nodes)}
     return judge(sorted(answers, key=lambda answer: order[answer["node"]]), least_gb_per_s)
 
 
 def judge(
     answers: Sequence[dict[str, Any]], least_gb_per_s: float | None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The slowest rank against the pass mark; and whether all loaded the same NCCL. Pure."""
-    slowest = min(answers, key=lambda one: one["gb_per_s"])
+    """Compare the slowest rank with the minimum, and check that all ranks loaded the same NCCL.
+    Pure.
+    """
+    slowest = min(answers, key=lambda answer: answer["gb_per_s"])
     problems = [
         Problem(
-            one["node"],
-            f"it loaded {one['library']} and {answers[0]['node']} {answers[0]['library']}",
+            answer["node"],
+            f"it loaded {answer['library']} and {answers[0]['node']} {answers[0]['library']}",
             "unset VLLM_NCCL_SO_PATH and LD_LIBRARY_PATH, or set them equally on every node",
         )
-        for one in answers[1:]
-        if one["library"] != answers[0]["library"]
+        for answer in answers[1:]
+        if answer["library"] != answers[0]["library"]
     ]
     default = GPU_GB_PER_S if slowest["backend"] == "nccl" else CPU_GB_PER_S
     least = default if least_gb_per_s is None else least_gb_per_s
-    if (
-        len(answers) > 1 and slowest["gb_per_s"] < least
-    ):  # nothing travels where one node has all ranks
+    # A single node sends nothing over the network.
+    if len(answers) > 1 and slowest["gb_per_s"] < least:
         what = (
             f"the all-reduce over {len(answers)} nodes ran at {slowest['gb_per_s']} GB/s, below"
             f" {least}"

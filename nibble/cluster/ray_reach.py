@@ -1,9 +1,9 @@
 """Checks that Ray's head reaches every node, by placing a task on each.
 
-A head that lost sight of a node may talk into the old connection for minutes after that node is
-back at the same address. What it asks there meanwhile is lost, and ray 2.60 counts it as given: the
-head counts the GPU as taken until something changes on the node, and vLLM waits for half an hour
-(ray-project/ray#63723, #65271). The task takes no GPU, is requested again until it runs, and its
+A head that lost a node may use the old connection for minutes after that node is back at the same
+address. Requests over that connection are lost, and ray 2.60 counts them as granted: the head
+considers the GPU taken until something changes on the node, and vLLM waits for half an hour
+(ray-project/ray#63723, #65271). The task takes no GPU and is requested again until it runs. Its
 change on the node corrects the head's count.
 """
 
@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from nibble.machine.processes import die_with_parent
 
 REACH_S = 60.0
-TRACE = 0.001  # of the resource that every Ray node has under its address
-_LOOK_S = 0.2
+TRACE = 0.001  # amount of the resource that Ray names after each node's address
+_POLL_S = 0.2
 
 
 def unreached(
     addresses: Sequence[str], environ: Mapping[str, str], over: threading.Event
 ) -> str | None:
-    """Why Ray's head does not reach all of `addresses`, or None; None too as soon as `over` is
+    """Why Ray's head does not reach all of `addresses`; None if it does, or as soon as `over` is
     set.
     """
     command = [sys.executable, "-P", "-m", "nibble.cluster.ray_reach", str(REACH_S), *addresses]
@@ -35,19 +35,19 @@ def unreached(
     )
     while not over.is_set():
         try:
-            _, said = child.communicate(timeout=_LOOK_S)
+            _, errors = child.communicate(timeout=_POLL_S)
         except subprocess.TimeoutExpired:
             continue
-        last = (said.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        return None if child.returncode == 0 else last
+        why = (errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        return None if child.returncode == 0 else why
     child.kill()
     child.communicate()
     return None
 
 
 def place(seconds: float, addresses: Sequence[str]) -> None:
-    """Ends the process with a line where a trace is not everywhere within `seconds`. The job's
-    end takes them away.
+    """Place a task on every node. Ends the process with a message if that takes longer than
+    `seconds`; the end of the job removes the tasks.
     """
     import ray
     from ray.util.placement_group import placement_group

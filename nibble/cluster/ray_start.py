@@ -1,8 +1,8 @@
 """Ray's command line without the Ray client server: `python -m nibble.cluster.ray_start start …`.
 
-A client server runs code for every client that connects to it. `ray start --head` opens one on port
-10001 as soon as grpcio is installed, and no flag turns it off (ray 2.60 scripts.py:919). It asks
-one function whether a client could be served; here the answer is no.
+A client server runs code for every client that connects. `ray start --head` opens one on port 10001
+as soon as grpcio is installed, and no flag turns it off (ray 2.60 scripts.py:919). Ray calls one
+function to find whether it can serve clients; here that function answers no.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who takes part: the head's list of nodes, kept alive by their beats."""
+"""The head's list of nodes, kept up to date by their heartbeats."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BEAT_S = 1.0
-FORGET_S = (
-    600.0  # a pod that was lost comes back with another address; nibble then forgets the old one
-)
-SETTLE_S = 0.5
-STOPPING = "stopping"  # the state of a Ray head that stops: servers drain
-SERVER_S = 4.0  # a server that has not asked for the nodes for so long has ended
-# without a beat for so long a node counts as lost; the issue allows 30 s until the server has said
-# so
+FORGET_S = 600.0  # a lost pod returns with another address; the old one is dropped after this
+SETTLE_S = 0.5  # the time that every node has to report an end
+STOPPING = "stopping"  # state of a Ray head that stops: servers drain
+SERVER_S = 4.0  # a server that has not asked for the nodes for this long has ended
+# A node without a heartbeat for this long is lost.
 LOST_S = 10.0
 
 
 @dataclass
 class Node:
-    """A node as its last beat told.
+    """A node as its last heartbeat described it.
 
-    `session` is one life of its process, so that a node that restarted is told from the one
-    that was there. `rank` is vLLM's node rank, None with Ray. `busy` counts processes of vLLM's
-    that hold parts of the model. `ended` are those of them that ended by themselves, the last ones:
-    "run", "pid", "why" and "at" (of the roster's clock).
+    `session` is new for each start of the process, so that a restarted node differs from the one
+    before. `rank` is vLLM's node rank, None with Ray. `busy` counts vLLM's workers. `ended` are the
+    last workers that ended by themselves: "run", "pid", "why" and "at" (of the roster's clock).
     """
 
     address: str
@@ -43,17 +39,17 @@ class Node:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name in messages."""
         return self.address if self.rank is None else f"{self.address} (rank {self.rank})"
 
 
 class Refused(ValueError):
-    """A beat or a claim that cannot be accepted; the text is for its sender."""
+    """A heartbeat or a claim that the head does not accept. The text goes to its sender."""
 
 
 class Roster:
-    """The head's list. `run` counts the server's starts: 0 while there is none. `expects` is how
-    many nodes there have to be, None where the head does not know.
+    """The head's list. `run` counts the server's starts, from 0. `expects` is the required number
+    of nodes, None if the head does not know it.
     """
 
     def __init__(
@@ -64,16 +60,15 @@ class Roster:
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._left: dict[str, str] = {}
-        self._claim = ("", "", 0.0)  # by whom, in words what for, and when it was last said
-        self._servers: dict[
-            str, tuple[float, float]
-        ] = {}  # who -> when it last asked, how long its stop may take
+        self._claim = ("", "", 0.0)  # owner, its description, time of the last renewal
+        # server -> (time of its last request, seconds that its stop may take)
+        self._servers: dict[str, tuple[float, float]] = {}
         self.run = 0
         self.state = "waiting"
 
     def beat(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Note a node's sign of life; the reply it gets. Raises Refused for a rank that another
-        living node has.
+        """Record a heartbeat; the reply to its node. Raises Refused for a rank that another living
+        node has.
         """
         now = self._clock()
         facts = dict(message.get("facts") or {})
@@ -87,11 +82,12 @@ class Roster:
             facts=facts,
             seen=now,
             skew_s=float(message["time"]) - time.time(),
-            ended=[{**one, "at": now - float(one["ago_s"])} for one in message.get("ended") or ()],
+            ended=[{**end, "at": now - float(end["ago_s"])} for end in message.get("ended") or ()],
         )
         with self._lock:
             if node.role == "ray-worker" and message.get("head") not in (None, "", self.session):
-                # Its Ray belongs to the head before this one: it is told so, ends and joins anew.
+                # Its Ray belongs to the head before this one. The reply tells it, so it ends and
+                # joins again.
                 self._nodes.pop(node.address, None)
                 return self._reply(node)
             for other in list(self._nodes.values()):
@@ -116,75 +112,73 @@ class Roster:
         }
 
     def leave(self, address: str, why: str = "") -> None:
-        """A node that leaves: it stops on request, or `why` says why."""
+        """Remove a node that leaves. `why` is its error, empty after a stop signal."""
         with self._lock:
             self._nodes.pop(address, None)
             if why:
                 self._left[address] = why
 
     def claim(self, who: str, what: str) -> None:
-        """`who` has the nodes to itself until it releases them or has not asked again for LOST_S.
+        """Give the nodes to `who` until it releases them or does not renew the claim for LOST_S.
 
-        Raises Refused with `what` the one who has them says of itself.
+        Raises Refused with the owner's description if another one has them.
         """
         now = self._clock()
         with self._lock:
-            holder, said, asked = self._claim
-            if holder not in ("", who) and now - asked < LOST_S:
-                raise Refused(said)
+            holder, description, renewed = self._claim
+            if holder not in ("", who) and now - renewed < LOST_S:
+                raise Refused(description)
             self._claim = (who, what, now)
 
     def release(self, who: str) -> None:
-        """The end of a claim of `who`."""
+        """End the claim of `who`."""
         with self._lock:
             if self._claim[0] == who:
                 self._claim = ("", "", 0.0)
 
     def note_server(self, who: str, stops_within_s: float) -> None:
-        """A server runs on these nodes; its stop may take so long."""
+        """Record that a server runs on these nodes and how long its stop may take."""
         with self._lock:
             self._servers[who] = (self._clock(), stops_within_s)
 
     def forget_server(self, who: str) -> None:
-        """It has ended."""
+        """Record that a server has ended."""
         with self._lock:
             self._servers.pop(who, None)
 
     def servers_stop_within_s(self) -> float:
-        """How long the stop of the slowest server may take; 0 where none runs."""
+        """Seconds that the slowest server may take to stop; 0 if none runs."""
         now = self._clock()
         with self._lock:
             return max(
-                (limit for asked, limit in self._servers.values() if now - asked < SERVER_S),
+                (limit for seen, limit in self._servers.values() if now - seen < SERVER_S),
                 default=0.0,
             )
 
     @property
     def left(self) -> dict[str, str]:
-        """Address -> why, of the nodes that went with an error."""
+        """Address -> error, of the nodes that left with one."""
         with self._lock:
             return dict(self._left)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Every node seen within FORGET_S and not gone in good order, with the age of its last
-        sign of life.
-        """
+        """Every node seen within FORGET_S that has not left, with the age of its last heartbeat."""
         now = self._clock()
         with self._lock:
             self._nodes = {
                 address: node for address, node in self._nodes.items() if now - node.seen < FORGET_S
             }
-            found = [self._told(node, now) for node in self._nodes.values()]
-        return sorted(found, key=lambda one: (one["rank"] or 0, one["address"]))
+            nodes = [self._to_json(node, now) for node in self._nodes.values()]
+        return sorted(nodes, key=lambda node: (node["rank"] or 0, node["address"]))
 
-    def _told(self, node: Node, now: float) -> dict[str, Any]:
+    def _to_json(self, node: Node, now: float) -> dict[str, Any]:
         """`node` as plain data."""
-        ended = [{**one, "ago_s": now - one["at"]} for one in node.ended]
+        ended = [{**end, "ago_s": now - end["at"]} for end in node.ended]
         return vars(node) | {"name": node.name, "age_s": now - node.seen, "ended": ended}
 
 
 def head_first(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`nodes` with the head's own before the others."""
+    """`nodes` with the head's first."""
     return sorted(nodes, key=lambda node: node["role"] != "ray-head" and node["rank"] != 0)
 
 
@@ -193,19 +187,17 @@ def lost_node(
     now: list[dict[str, Any]],
     left: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Which node of `before` is gone, and how, in words; None while all are there. `left` is the
-    roster's.
-    """
+    """Which node of `before` is lost, and how; None if all are there. `left` is the roster's."""
     current = {node["address"]: node for node in now}
     for node in before:
-        found = current.get(node["address"])
-        if found is None:
+        node_now = current.get(node["address"])
+        if node_now is None:
             why = (left or {}).get(node["address"])
             return f"node {node['name']} has left" + (f": {why}" if why else "")
-        if found["session"] != node["session"]:
+        if node_now["session"] != node["session"]:
             return f"node {node['name']} restarted"
-        if found["age_s"] >= LOST_S:
-            return f"node {node['name']} has not answered for {found['age_s']:.0f} s"
+        if node_now["age_s"] >= LOST_S:
+            return f"node {node['name']} has not answered for {node_now['age_s']:.0f} s"
     return None
 
 
@@ -213,15 +205,13 @@ def ended_process(
     nodes: Sequence[Mapping[str, Any]],
     matters: Callable[[Mapping[str, Any], Mapping[str, Any]], bool],
 ) -> str | None:
-    """Which process of vLLM's on `nodes` ended by itself first, in words: the ends of others may
-    follow from it.
+    """Which process of vLLM on `nodes` ended by itself first; ends of others may follow from it.
 
-    None while all run, and until SETTLE_S after the first end that is known, so that each node had
-    the time to tell. None too until every other node that holds parts of the model has given a sign
-    of life since: the end may follow from one that is gone with all its processes, which counts as
-    lost only later.
+    None while all run, and until SETTLE_S after the first known end, so that each node has time to
+    report. Also None until every other node with workers has sent a later heartbeat: a node that is
+    lost with all its processes may be the cause, and counts as lost only after LOST_S.
 
-    `matters` says of a node and one of its `ended` whether it concerns this run.
+    `matters` tells for a node and one of its `ended` whether it concerns this run.
     """
     ends = [
         (end["ago_s"], node, end)
@@ -229,6 +219,8 @@ def ended_process(
         for end in node.get("ended") or ()
         if matters(node, end)
     ]
-    ago_s, node, end = max(ends, key=lambda one: one[0], default=(0.0, {}, {}))
-    silent = [one for one in nodes if one["busy"] and one is not node and one["age_s"] > ago_s]
+    ago_s, node, end = max(ends, key=lambda known: known[0], default=(0.0, {}, {}))
+    silent = [
+        other for other in nodes if other["busy"] and other is not node and other["age_s"] > ago_s
+    ]
     return f"node {node['name']}: {end['why']}" if ago_s >= SETTLE_S and not silent else None

@@ -17,31 +17,21 @@ from nibble.settings.options import Settings
 from nibble.settings.redact import is_secret_name
 
 TOKEN_FILE = "ray_auth_token"
-# Never in the environment of a node that others can give work to, nor copied from the server to
-# other nodes.
-SECRETS = frozenset(
-    f"{name}{form}"
-    for name in (
-        "NIBBLE_API_KEY",
-        "VLLM_API_KEY",
-        "HF_TOKEN",
-        "HUGGING_FACE_HUB_TOKEN",
-        "NIBBLE_CLUSTER_TOKEN",
-    )
-    for form in ("", "_FILE")
-)
+# Secrets that no Ray node has in its environment, and that the server does not copy to other nodes.
+_SECRETS = "NIBBLE_API_KEY VLLM_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN NIBBLE_CLUSTER_TOKEN"
+SECRETS = frozenset(f"{name}{form}" for name in _SECRETS.split() for form in ("", "_FILE"))
 
 
 def token_path(settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Where a head keeps the token and other nodes look for a copy."""
+    """The file in which a head keeps the token, and in which other nodes look for a copy."""
     return (settings.cache_dir or cache_dir(environ)) / TOKEN_FILE
 
 
 def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, str]:
-    """(token, where it is, in words): the given one, else the one in the head's file, made once
-    (mode: `secret_mode`).
+    """(token, where it is): the given token, else the one in the head's file, which the first start
+    creates (mode: `secret_mode`).
 
-    Raises CONFIG where the file cannot be made or read.
+    Raises CONFIG if the file cannot be created or read.
     """
     if settings.ray_auth_token:
         return settings.ray_auth_token.get_secret_value(), "in RAY_AUTH_TOKEN"
@@ -50,8 +40,8 @@ def heads_token(settings: Settings, environ: Mapping[str, str]) -> tuple[str, st
 
 
 def head_token(path: Path) -> str:
-    """The token in `path`, made once (mode: `secret_mode`). Raises CONFIG where the file cannot
-    be made or read.
+    """The token in `path`, created if absent (mode: `secret_mode`). Raises CONFIG if the file
+    cannot be created or read.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,8 +62,8 @@ def head_token(path: Path) -> str:
 
 
 def members_token(settings: Settings, environ: Mapping[str, str], role: str) -> str:
-    """The given token, else one copied to the token file. Raises USAGE where there is none;
-    `role` completes "… needs".
+    """The given token, else the one in the token file. Raises USAGE if there is neither; `role`
+    completes "… needs".
     """
     if settings.ray_auth_token:
         return settings.ray_auth_token.get_secret_value()
@@ -95,9 +85,8 @@ def _stored_token(path: Path) -> str:
     except OSError as error:
         what = f"the Ray token file {path} cannot be read ({error.strerror})"
         raise NibbleError(ExitCode.CONFIG, what=what, action=secret_fix(path)) from None
-    if not re.fullmatch(
-        r"[\x21-\x7e]+", token
-    ):  # anything else cannot be sent, and the error would show it
+    # HTTP cannot send other characters, and its error would show the token.
+    if not re.fullmatch(r"[\x21-\x7e]+", token):
         what = f"the Ray token file {path} is empty or does not hold a token"
         raise NibbleError(
             ExitCode.CONFIG,
@@ -109,29 +98,29 @@ def _stored_token(path: Path) -> str:
 
 
 def withhold_from_ray(environ: Mapping[str, str]) -> None:
-    """Keep secrets out of what vLLM copies to other nodes: its Ray executor copies the whole
-    environment but for the names in this file (vllm 0.32 v1/executor/ray_env_utils.py:12,
-    ray/ray_env.py). Other programs' secrets are known by their names.
+    """Keep secrets out of what vLLM copies to other nodes.
+
+    vLLM's Ray executor copies the whole environment except the names in this file (vllm 0.32
+    v1/executor/ray_env_utils.py:12, ray/ray_env.py). nibble recognises other programs' secrets by
+    their names. Raises CONFIG if the file cannot be read or written.
     """
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
     folder = Path(environ.get("VLLM_CONFIG_ROOT") or f"{config}/vllm").expanduser()
     path = folder / "ray_non_carry_over_env_vars.json"
-    ours = {
-        "RAY_AUTH_TOKEN",
-        "RAY_AUTH_TOKEN_PATH",
-        "NIBBLE_GATE_STATE",
-        "NIBBLE_GATE_INTERNAL",
-        *SECRETS,
-    }
-    # vLLM's own have numbers of tokens among them.
-    ours |= {name for name in environ if is_secret_name(name) and not name.startswith("VLLM_")}
+    ray_names, gate_names = (
+        ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+        ("NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL"),
+    )
+    withheld = {*ray_names, *gate_names, *SECRETS}
+    # Some VLLM_ names contain TOKEN, but are counts of tokens.
+    withheld |= {name for name in environ if is_secret_name(name) and not name.startswith("VLLM_")}
     try:
         names = set(json.loads(path.read_text())) if path.exists() else set()
-        if ours <= names:
+        if withheld <= names:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(sorted(names | ours), indent=1))
+        partial.write_text(json.dumps(sorted(names | withheld), indent=1))
         partial.rename(path)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         what = (

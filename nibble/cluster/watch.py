@@ -22,7 +22,7 @@ _DEAD_WORKER = re.compile(
 
 
 class NodeLost(NibbleError):
-    """A node that the model needs is gone, or a process on it."""
+    """A node that the model needs is lost, or a process on it."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -33,43 +33,47 @@ class NodeLost(NibbleError):
 
 
 class Watch:
-    """For one run; `launch.Supervisor` calls `run` in a thread and `feed` with every log line."""
+    """Watches one run. `launch.Supervisor` calls `run` in a thread and `feed` with every log
+    line.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._dead: tuple[str, float] | None = None  # ranks that Ray's executor lost, and when
+        self._dead: tuple[str, float] | None = None  # ranks that Ray's executor lost, and the time
 
     def control(self, answers: Answers) -> Turn:
         """The control port for this run; it stays open between runs."""
         return Turn(self._cluster.control, answers)
 
     def feed(self, line: str) -> None:
-        """Ray's executor says which rank's process ended. vLLM may then end, or wait forever."""
+        """Read a line of vLLM's log. Ray's executor logs which rank's process ended; after that
+        vLLM may end, or wait forever.
+        """
         if self._dead is None and (match := _DEAD_WORKER.search(line)):
             self._dead = match[1], time.monotonic()
 
     def reports(self) -> dict[str, list[Mapping[str, Any]]]:
-        """See `Cluster.reports`."""
-        return self._cluster.reports()
+        """See `CurrentRun.reports`."""
+        return self._cluster.current_run.reports()
 
     def told_to_stop(self) -> None:
         """Called in a signal handler. From now on a lost node does not start another run."""
         self._cluster.stop.set()
 
     def died_here(self) -> None:
-        """A process of vLLM's ended on this machine: what ends on other nodes from now on is a
-        consequence.
+        """Note that a process of vLLM ended on this machine. Later ends on other nodes are
+        consequences.
         """
-        self._cluster.died_here()
+        self._cluster.current_run.died_here()
 
     def dead_worker(self) -> str | None:
-        """What Ray's executor said about a worker process of which its node says nothing, in
-        words.
+        """A sentence about a worker that Ray's executor lost and whose node reports no end; None if
+        there is none.
         """
         if self._dead is None:
             return None
         ranks = [int(rank) for rank in self._dead[0].split(",")]
-        where = [self._cluster.node_of_rank(rank) for rank in ranks]
+        where = [self._cluster.current_run.node_of_rank(rank) for rank in ranks]
         names = ", ".join(
             f"rank {rank} on {node or 'a node'}" for rank, node in zip(ranks, where, strict=True)
         )
@@ -81,18 +85,19 @@ class Watch:
         drain: Callable[[str], None],
         over: threading.Event,
     ) -> None:
-        """Until `over`: `fail` gets the error when a node is lost, or a worker process without its
-        node; `drain` is called when the head of a Ray cluster is about to stop.
+        """Until `over` is set: call `fail` with the error of a lost node, or of a worker that its
+        node does not report. Call `drain` when the head of a Ray cluster is about to stop.
 
-        Once the server drains the head only hears that it still runs: a drain has its own limit.
+        During a drain this thread only tells the head that the server still runs: the drain has a
+        separate limit.
         """
-        drains = False
+        is_draining = False
         while not over.wait(BEAT_S):
-            loss = self._cluster.loss()
-            if drains or self._cluster.stop.is_set():
+            loss = self._cluster.current_run.loss()
+            if is_draining or self._cluster.stop.is_set():
                 continue
-            if self._cluster.head_stops:
-                drains = True
+            if self._cluster.membership.head_stops:
+                is_draining = True
                 drain(f"the Ray head at {self._cluster.head} is stopping")
             elif loss is not None:
                 fail(loss)

@@ -24,9 +24,7 @@ _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 @dataclass(frozen=True)
 class Api:
-    """The server's address as this machine reaches it, and the token of the supervisor's own
-    requests.
-    """
+    """The server's address on this machine, and the token of the supervisor's requests."""
 
     host: str
     port: int
@@ -70,13 +68,13 @@ class Api:
 
 
 def reachable_host(host: str) -> str:
-    """Where to reach a server bound to `host` from this machine."""
+    """The address at which this machine reaches a server bound to `host`."""
     name = host.strip().removeprefix("[").removesuffix("]")
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(name, name)
 
 
 def is_healthy(api: Api) -> bool:
-    """Whether vLLM says so; it knows when its engine is dead."""
+    """Whether /health of vLLM answers 200; vLLM knows when its engine is dead."""
     try:
         return api.call("/health")[0] == 200
     except OSError:
@@ -94,12 +92,12 @@ def lists_models(api: Api, names: Collection[str]) -> bool:
 
 
 def answer_one_token(api: Api, name: str, required: bool = True) -> None:
-    """Let the model produce one token. Raises CANARY where it refuses; OSError where the connection
+    """Let the model generate one token. Raises CANARY if it refuses; OSError if the connection
     breaks.
 
-    It is a sampled one: in eager mode on an H200 the first request with top_p waited 57 s for
-    FlashInfer to compile its sampling kernels, and a server that is ready has that behind it. Not
-    `required`: a server without that route (404, an embedding model) is fine.
+    The token is sampled: in eager mode on an H200 the first request with top_p waited 57 s for
+    FlashInfer to compile its sampling kernels, and a ready server must have that behind it. Without
+    `required`, a server without that route (404, an embedding model) passes.
     """
     body = {
         "model": name,
@@ -117,9 +115,7 @@ def answer_one_token(api: Api, name: str, required: bool = True) -> None:
 
 
 def requests_in_flight(api: Api) -> int | None:
-    """Requests that engines hold, running or waiting, from /metrics; None where that cannot be
-    known.
-    """
+    """Requests that engines hold, running or waiting, from /metrics; None if unknown."""
     from nibble.engine.metrics import totals
 
     try:

@@ -51,12 +51,14 @@ ScaleMode = Literal["token", "batch-pow2", "batch"]
 
 @dataclass(frozen=True)
 class Options:
-    """nvfp4_activations: as the checkpoint says, or bf16 (weights only). quantize_lm_head: a BF16
-    head to NVFP4 at load.
+    """The plugin's options.
 
-    linear_kernel and moe_kernel: vLLM's choice, or nibble's for NVFP4 weights with unquantized
-    activations on a GPU. act_scale_mode: what the scale of Quartet II's activations is made for
-    (nibble_kernels.quartet2).
+    - nvfp4_activations: the checkpoint's format, or bf16 (weight-only).
+    - quantize_lm_head: nvfp4 quantizes a BF16 output head when it is loaded.
+    - linear_kernel, moe_kernel: vLLM's choice, or nibble's kernel for NVFP4 weights with
+      unquantized activations on a GPU.
+    - act_scale_mode: the group of values that shares a scale in Quartet II's activations
+      (nibble_kernels.quartet2).
     """
 
     nvfp4_activations: Activations = "checkpoint"
@@ -67,13 +69,13 @@ class Options:
 
     @property
     def weights_only(self) -> bool:
-        """Whether activations stay in BF16 whatever the checkpoint says."""
+        """Whether activations stay in BF16, also if the checkpoint quantizes them."""
         return self.nvfp4_activations == "bf16"
 
     @classmethod
     def from_config(cls, additional: object) -> Options:
-        """Of a value of --additional-config. Raises ValueError for a key or value that does not
-        exist.
+        """Read from a value of --additional-config. Raises ValueError for an unknown key or
+        value.
         """
         given = given_options(additional)
         if isinstance(additional, Mapping) and additional.get(CONFIG_KEY, given) is not given:
@@ -115,8 +117,8 @@ Class = TypeVar("Class", bound=type)
 
 
 def reported_as(name: str) -> Callable[[Class], Class]:
-    """Decorates a class of the plugin that is known by `name` here: a class of another name does
-    not load.
+    """Decorator for a class of the plugin: its name must be `name`, as this module states it.
+    Raises TypeError when the module loads.
     """
 
     def check(decorated: Class) -> Class:
@@ -137,15 +139,15 @@ VOCABULARY_SOURCE = "https://huggingface.co/gvlassis/tokenmonster"
 
 # --- errors of a load, which the supervisor finds in vLLM's log -----------------------------------
 
-NOT_INITIALIZED = "Following weights were not initialized from checkpoint: "  # vLLM's own words,
-# vllm 0.32 model_loader/default_loader.py:564
-TENSOR_ERROR, SCALE_ERROR = "TensorError", "ScaleError"  # the latter of nibble_kernels.merge
+# vLLM's message (vllm 0.32 model_loader/default_loader.py:564).
+NOT_INITIALIZED = "Following weights were not initialized from checkpoint: "
+TENSOR_ERROR, SCALE_ERROR = "TensorError", "ScaleError"  # nibble_kernels.merge raises ScaleError
 DOES_NOT_FIT, NOT_LOADED = "does not fit the model", "was not loaded"
 
 # --- files of REPORT_FOLDER -----------------------------------------------------------------------
 
 WORKER_REPORTS = "worker-*.json"
-REFERENCES = "references.json"  # Format of activations -> file of tensors
+REFERENCES = "references.json"  # maps a Format to the file with its tensors
 REFERENCES_PENDING = "references.pending"  # while it exists, workers wait for REFERENCES
 
 Format = Literal["fp4", "bf16"]  # of the activations that a computed reference is made for
@@ -157,21 +159,25 @@ def worker_report(pid: int) -> str:
 
 
 def reporting_pid(file: Path) -> str:
-    """The process whose report this is."""
+    """The process id in the name of a report."""
     return file.stem.removeprefix(WORKER_REPORTS.partition("*")[0])
 
 
 # --- reports --------------------------------------------------------------------------------------
 
 Part = Literal["linear", "moe", "routing", "attention", "weights"]
-WEIGHTED_PARTS: tuple[Part, ...] = ("linear", "moe")  # their `activations` are those served with
+WEIGHTED_PARTS: tuple[Part, ...] = (
+    "linear",
+    "moe",
+)  # parts whose layer checks report `activations`
 
 
 class KernelsUsed(TypedDict):
-    """What a worker took, from its own structures once it is warm. The first three: what ran ->
-    in how many layers, such as {"nvfp4: MarlinNvFp4LinearKernel": 64}.
+    """The kernels that a worker runs, read from its modules after the warm-up.
 
-    `operators`: device -> "compiled", or why plain torch computes nibble's operators there.
+    `linear`, `moe` and `attention` count layers for each kernel, such as
+    {"nvfp4: MarlinNvFp4LinearKernel": 64}. `operators` maps a device to "compiled", or to the
+    reason why nibble's operators run as plain torch code there.
     """
 
     linear: dict[str, int]
@@ -194,12 +200,12 @@ class KernelsUsed(TypedDict):
 
 
 class LayerCheck(TypedDict):
-    """The layers of one part and kind against reference.py: how many there are, were compared and
-    are wrong.
+    """Layers of one part and kind, compared with reference.py: their number, how many were
+    compared, and how many are wrong.
 
-    `activations`: forms that fit, such as "fp4, one scale" (see `formats_of`); `worst_error` is
-    "inf" where values are not finite; `wrong_layers` and `not_compared` are the first few, in
-    words.
+    `activations` lists the forms that agree, such as "fp4, one scale" (see `formats_of`).
+    `worst_error` is "inf" if a value is not finite. `wrong_layers` and `not_compared` describe the
+    first few.
     """
 
     part: str
@@ -214,28 +220,32 @@ class LayerCheck(TypedDict):
 
 
 class Halves(TypedDict, total=False):
-    """Relative errors: medians of the first and second half of the tokens."""
+    """Median relative errors of the first and the second half of the tokens."""
 
     early: float
     late: float
 
 
 class PointComparison(Halves):
-    """What reaches the product `at`, and the reference's own rounding of it."""
+    """The input of the product `at`. `noise` is the reference's rounding error there."""
 
     at: str
     noise: float
 
 
 class LayerDifference(Halves):
-    """What a layer adds to the stream, by how much it is too large, and its output's norm."""
+    """A layer's contribution to the residual stream: its error, the `factor` by which it is too
+    large, and the norm of the output.
+    """
 
     factor: float
     norm: float
 
 
 class LayerComparison(LayerDifference):
-    """`noise`: the reference's own rounding of the layer; `inside`: what reaches its products."""
+    """A layer's difference. `noise` is the reference's rounding error, `inside` compares the inputs
+    of the layer's products.
+    """
 
     noise: float
     inside: list[PointComparison]
@@ -255,8 +265,8 @@ class LogitsComparison(TypedDict):
 
 
 class Comparison(TypedDict):
-    """A worker's model against a computed reference. `cache`: the KV cache's format, bf16 or
-    fp8.
+    """A worker's model compared with a computed reference. `cache` is the format of the KV cache,
+    bf16 or fp8.
     """
 
     tokens: int
@@ -268,11 +278,11 @@ class Comparison(TypedDict):
 
 
 class NotCompared(TypedDict):
-    not_compared: str  # why
+    not_compared: str  # the reason
 
 
 class WorkerReport(TypedDict):
-    """One worker's `worker-PID.json`. `problem`: why some of it is missing, or nothing."""
+    """The content of `worker-PID.json`. `problem` says why parts are missing; empty if complete."""
 
     rank: int
     ran: KernelsUsed | None
@@ -280,12 +290,12 @@ class WorkerReport(TypedDict):
     definition: Comparison | NotCompared | None
     problem: str
     seconds: float
-    node: NotRequired[str]  # added by the supervisor; empty for its own machine
+    node: NotRequired[str]  # added by the supervisor; empty for the supervisor's machine
 
 
 def formats_of(checks: Iterable[Mapping[str, Any]]) -> set[str]:
-    """In which formats the layers that are right take their activations: "fp4", "bf16", or
-    "plain" of unquantized ones.
+    """Formats of activations in which the layers agree with the reference: "fp4", "bf16", or
+    "plain" for unquantized layers.
     """
     return {
         form.partition(",")[0]
@@ -301,7 +311,7 @@ INSIDE, NORM, NOISE = "inside", "norm", "noise"
 
 
 class InsidePoint(NamedTuple):
-    """A tensor `inside:LAYER:NUMBER:NAME,NAME`: what goes into the modules NAME of a layer."""
+    """A tensor `inside:LAYER:NUMBER:NAME,NAME`: the input of the modules NAME of a layer."""
 
     layer: int
     number: int
@@ -322,7 +332,7 @@ class InsidePoint(NamedTuple):
 
 
 def inside_noise(layer: int) -> str:
-    """The key of the reference's own rounding of a layer's points, by number."""
+    """The key of the reference's rounding errors at a layer's points, by their number."""
     return f"{INSIDE}:{layer}:{NOISE}"
 
 
@@ -332,19 +342,17 @@ def norm_key(name: str) -> str:
 
 
 def norm_name(key: str) -> str:
-    """Whose weight this is; empty for a tensor of another kind."""
+    """The norm whose weight the tensor is; empty for a tensor of another kind."""
     kind, _, name = key.partition(":")
     return name if kind == NORM else ""
 
 
 # --- files of PULSE_FOLDER ------------------------------------------------------------------------
 
-HEALTH = (
-    "/health?nibble"  # the supervisor's own question; the plugin keeps it out of the access log
-)
+HEALTH = "/health?nibble"  # the supervisor's request; the plugin hides it from the access log
 IDLE, STEP, CALL = 0, 1, 2
 PulseKind = Literal["api", "engine"]
-STACKS_SIGNAL = signal.SIGUSR2  # has a process write the Python stacks of its threads
+STACKS_SIGNAL = signal.SIGUSR2  # makes a process write the Python stacks of its threads
 
 
 def pulse_file(kind: PulseKind, pid: int | Literal["*"]) -> str:
@@ -356,11 +364,11 @@ def stacks_file(pid: int) -> str:
 
 
 class PulseRecord(NamedTuple):
-    """One process's file. `turns` grows with each step or answer, `doing` is IDLE, STEP (a step
-    of the model) or CALL (a utility).
+    """The content of a process's file.
 
-    `requests` are those it holds, `tokens` those of the batch that it waits for; `paused` while it
-    sleeps.
+    `turns` grows with each step or answer. `doing` is IDLE, STEP (a step of the model) or CALL (a
+    utility). `requests` counts the unfinished requests, `tokens` the tokens of the running batch.
+    `paused` is true while the engine sleeps.
     """
 
     pid: int
@@ -371,7 +379,7 @@ class PulseRecord(NamedTuple):
     tokens: int
 
     def write(self, file: Any) -> None:
-        """Into writable memory of PULSE_BYTES."""
+        """Write to `file`, a buffer of PULSE_BYTES."""
         _PULSE.pack_into(file, 0, _MAGIC, *self)
 
     @classmethod

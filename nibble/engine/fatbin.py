@@ -31,14 +31,8 @@ ARCHITECTURE_SPECIFIC, FAMILY_SPECIFIC = 0x100000, 0x200000
 FILE_SYMBOL = 4  # STT_FILE
 _SYMBOL = struct.Struct("<IBBHQQ")  # Elf64_Sym: name, info, other, section, value, size
 _DAMAGE = (  # what pyelftools and struct raise over damaged files
-    ELFError,
-    struct.error,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
+    ELFError, struct.error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
@@ -66,8 +60,8 @@ class Code:
 
 @dataclass(frozen=True)
 class GpuObject:
-    """What nvcc made of one source file. `name` is that file's, without .cu; empty in a stripped
-    module.
+    """The GPU code that nvcc made of one source file. `name` is the file's, without .cu; empty in a
+    stripped module.
     """
 
     name: str
@@ -75,8 +69,8 @@ class GpuObject:
 
 
 def gpu_objects(path: Path) -> tuple[GpuObject, ...]:
-    """Every fat binary of an ELF file, in its order; none where it has no GPU code. Raises
-    NibbleError (exit 6).
+    """Every fat binary of an ELF file, in its order; empty without GPU code. Raises NibbleError
+    (exit 6).
     """
     with _Module(path) as module:
         code = module.elf.get_section_by_name(".nv_fatbin")
@@ -94,7 +88,7 @@ def gpu_objects(path: Path) -> tuple[GpuObject, ...]:
 
 
 def needed_libraries(path: Path) -> tuple[str, ...]:
-    """The shared libraries that a module asks for by name. Raises NibbleError (exit 6)."""
+    """The shared libraries that a module needs, by name. Raises NibbleError (exit 6)."""
     with _Module(path) as module:
         dynamic = module.elf.get_section_by_name(".dynamic")
         if not isinstance(dynamic, DynamicSection):
@@ -104,7 +98,7 @@ def needed_libraries(path: Path) -> tuple[str, ...]:
 
 
 class _Module:
-    """A mapped file whose damage, met while it is read, is one clear error."""
+    """A mapped file; damage found while it is read is one clear error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -34,12 +34,9 @@ OLDEST_CUDA = 13
 # targets only, or vLLM builds them so (vllm 0.32 CMakeLists.txt: 618 Marlin, 790-870 scaled_mm,
 # 995-1050 FP4, 1318 Marlin MoE).
 FP4 = (
-    "nvfp4_quant_kernels",
-    "activation_nvfp4_quant_fusion_kernels",
-    "nvfp4_experts_quant",
-    "nvfp4_blockwise_moe_kernel",
-    "nvfp4_kv_cache_kernels",
-)
+    "nvfp4_quant_kernels", "activation_nvfp4_quant_fusion_kernels", "nvfp4_experts_quant",
+    "nvfp4_blockwise_moe_kernel", "nvfp4_kv_cache_kernels",
+)  # fmt: skip
 MARLIN_FP4 = ("sm80_kernel_bfloat16_fe2m1f_bfloat16", "sm80_kernel_float16_fe2m1f_float16")
 FAMILY_CODE: Mapping[int, Mapping[str, tuple[str, ...]]] = {
     12: {
@@ -67,7 +64,7 @@ FAMILY_CODE: Mapping[int, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_binaries(tree: Tree, target: Target) -> None:
-    """Raise NibbleError (exit 6) naming the first module that a GPU of `target` could not use,
+    """Raise NibbleError (exit 6) naming the first module without usable code for a GPU of `target`,
     and why.
     """
     if target.device != "cuda":
@@ -97,8 +94,8 @@ def compiled_modules(tree: Tree) -> list[Path]:
 
 
 def summary(tree: Tree) -> list[str]:
-    """One line for each module with GPU code: its CUDA version and how many objects have code
-    for what.
+    """One line for each module with GPU code: its CUDA version, and the number of objects with code
+    for each architecture.
     """
     return [
         _line(path, path.relative_to(tree.root))
@@ -136,7 +133,7 @@ def _check_cuda(tree: Tree, path: Path, target: Target) -> None:
 def _check_required(
     objects: tuple[GpuObject, ...], required: tuple[str, ...], target: Target, shown: Path
 ) -> None:
-    """Each of the named objects has code of the a or f kind that all the target's GPUs load."""
+    """Check that each named object has code of the a or f kind that all the target's GPUs load."""
     present = {one.name: one.codes for one in objects}
     lacking = [name for name in required if not _has_family_code(present.get(name, ()), target)]
     if lacking:
@@ -146,7 +143,7 @@ def _check_required(
 
 
 def _check_loadable(objects: tuple[GpuObject, ...], target: Target, shown: Path) -> None:
-    """No object has code for the target's family of which one of its GPUs can load nothing."""
+    """Check that every object with code for the target's family has code for each of its GPUs."""
     major = target.capabilities[0][0]
     for one in objects:
         meant = any(code.sm // 10 == major for code in one.codes)
@@ -184,8 +181,8 @@ def _expected(target: Target) -> str:
 
 
 def _fitting(target: Target) -> Iterator[str]:
-    """What the target's GPUs load: 120f or 121a; where there are several, only what all of them
-    load.
+    """The architecture that the target's GPUs load: 120f or 121a; with several, one that all of
+    them load.
     """
     family = target.torch_cuda_arch_list.replace(".", "")
     yield family
@@ -206,7 +203,7 @@ def _refusal(target: Target, what: str, expected: str) -> NibbleError:
 
 
 def main(root: str, target: str) -> None:
-    """Print what each module has; raise where the target cannot use it."""
+    """Print the GPU code of each module; raise if the target cannot use it."""
     tree = open_tree(Path(root))
     for line in summary(tree):
         print(line)

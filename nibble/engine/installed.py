@@ -45,8 +45,8 @@ Files = Mapping[str, str]
 
 
 def build_id() -> str:
-    """12 hex digits over nibble's and the kernels' files, vLLM with its patches, torch with
-    CUDA, and the compilers.
+    """12 hex digits over nibble's and the kernels' files, vLLM with its patches, torch with CUDA,
+    and the compilers.
     """
     return _short(digest(build_parts()))
 
@@ -57,7 +57,7 @@ def compiled_id() -> str:
 
 
 def build_parts() -> Files:
-    """Part -> version or digest, of what is installed; a part that is absent is left out."""
+    """Part -> version or digest of each installed part; absent parts are omitted."""
     return _parts(PARTS)
 
 
@@ -77,7 +77,7 @@ def _part(name: str) -> str:
 
 
 def part_files(part: str) -> Files:
-    """File (or patch) -> sha256, of a part in FILES: what `build_parts` has the digest of."""
+    """File (or patch) -> sha256 of a part in FILES: the input of its digest in `build_parts`."""
     readers = {
         "nibble": _nibble_files,
         "plugin": _plugin_files,
@@ -100,8 +100,8 @@ def vllm_version() -> str:
 
 
 def _nibble_files() -> Files:
-    """The package without its plugin, and the rules and targets that it decides by. Users add
-    recipes: the plan has the effect of those.
+    """The package without its plugin, and its rules and targets. Recipes are not included, since
+    users add them: the plan contains their effect.
     """
     package = Path(__file__).resolve().parents[1]
     found = _hashes(package, (path for path in package.rglob("*") if not _is_of_plugin(path)))
@@ -111,7 +111,7 @@ def _nibble_files() -> Files:
 
 
 def _plugin_files() -> Files:
-    """What runs in vLLM's processes, and what it is told."""
+    """The files that run in vLLM's processes, and the contract with them."""
     folder = Path(__file__).resolve().parent
     return _hashes(folder, (path for path in folder.rglob("*") if _is_of_plugin(path)))
 
@@ -122,8 +122,8 @@ def _is_of_plugin(path: Path) -> bool:
 
 
 def _kernel_files() -> Files:
-    """The installed Python files, and what the compiled modules are made from; those modules
-    themselves where that is unknown.
+    """The installed Python files and the sources of the compiled modules; the modules themselves if
+    their sources are unknown.
     """
     spec = importlib.util.find_spec(OPERATORS)
     if spec is None or not spec.submodule_search_locations:
@@ -152,8 +152,8 @@ def _vllm_files() -> Files:
 
 
 def _distribution_files(name: str) -> Files:
-    """Python file -> hash, from the RECORD of an installed package. Scripts hold the
-    environment's path and are left out.
+    """Python file -> hash, from the RECORD of an installed package. Scripts are omitted: they hold
+    the environment's path.
     """
     try:
         record = importlib.metadata.distribution(name).read_text("RECORD") or ""
@@ -194,7 +194,7 @@ def _torch() -> str:
 
 
 def _hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Path relative to `folder` -> sha256, without bytecode and pages for people."""
+    """Path relative to `folder` -> sha256, without bytecode and documentation."""
     kept = (path for path in paths if path.suffix not in (".pyc", ".md") and path.is_file())
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -214,8 +214,8 @@ def _short(text: str) -> str:
 
 
 def missing_gpu_kernels(child: Mapping[str, str]) -> str:
-    """Why vLLM, with the environment `child`, has no compiled GPU kernel of nibble's; or
-    nothing. Imports no torch.
+    """Why vLLM, with the environment `child`, has no compiled GPU kernel of nibble, or "". Imports
+    no torch.
     """
     if missing := missing_plugin(child):
         return missing[0]
@@ -226,7 +226,7 @@ def missing_gpu_kernels(child: Mapping[str, str]) -> str:
 
 
 def missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
-    """Why vLLM will not load nibble's plugin, and what to do."""
+    """Why vLLM will not load nibble's plugin, and the fix."""
     allowed = child.get(ALLOWED_PLUGINS)
     if allowed is not None and PLUGIN not in allowed.split(","):
         return (
@@ -242,5 +242,5 @@ def missing_plugin(child: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def has_plugin(name: str) -> bool:
-    """Whether a plugin of nibble's is installed, with the operators that it needs."""
+    """Whether nibble's plugin is installed, with the operators that it needs."""
     return bool(entry_points(group=PLUGIN_GROUP, name=name)) and find_spec(OPERATORS) is not None

@@ -15,21 +15,13 @@ Phase = Literal[
     "start", "download", "load", "compile", "autotune", "capture", "warm-up", "canary", "ready"
 ]
 PHASES: tuple[Phase, ...] = (
-    "start",
-    "download",
-    "load",
-    "compile",
-    "autotune",
-    "capture",
-    "warm-up",
-    "canary",
-    "ready",
-)
+    "start", "download", "load", "compile", "autotune", "capture", "warm-up", "canary", "ready",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseUpdate:
-    """The engine is in `phase`; `progress` of it is done (0 to 1, None: unknown); `detail`
+    """The engine is in `phase`; `progress` is its completed share (0 to 1, None: unknown); `detail`
     is for people.
     """
 
@@ -125,8 +117,8 @@ _FACTS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("engine_init_seconds", re.compile(r"^init engine \([^)]*\) took ([\d.]+) s")),
 )
 # Both model runners first capture graphs only to measure their memory; the V2 runner, which an H200
-# ran, says nothing of it. What is captured before the KV cache has its size is that. Some models
-# have no KV cache, hence the others.
+# ran, does not log it. A capture before the KV cache has its size is that measurement. Some models
+# have no KV cache, hence the other patterns.
 _CACHE_IS_SIZED = re.compile(
     r"KV cache size: [\d,]+ tokens|^JIT kernel warmup starting|^Running FlashInfer autotune"
 )
@@ -154,9 +146,9 @@ _WORKER_DIED = re.compile(r"^Worker proc \S+ died unexpectedly \(exit code: (-?\
 
 @dataclass
 class PhaseReader:
-    """Start-up, from the log.
+    """Reads the phases of a start from the log.
 
-    `facts` collects numbers by name (GiB, tokens, seconds), `tasks` what the model can do.
+    `facts` collects numbers by name (GiB, tokens, seconds), `tasks` the tasks of the model.
     """
 
     phase: Phase = "start"
@@ -166,7 +158,9 @@ class PhaseReader:
     _cache_is_sized: bool = False
 
     def feed(self, line: str) -> PhaseUpdate | None:
-        """Take one line (or one piece ended by a carriage return); the news in it, or None."""
+        """Take one line (or one piece ended by a carriage return); returns the update in it, or
+        None.
+        """
         text = message(line)
         self._note_facts(text)
         self._cache_is_sized = self._cache_is_sized or bool(_CACHE_IS_SIZED.search(text))
@@ -188,8 +182,8 @@ class PhaseReader:
             self.http_is_up = True
 
     def _building(self, detail: str) -> PhaseUpdate:
-        """Kernels are compiled whenever one is first needed; before the KV cache has its size
-        that is no warm-up.
+        """The update for a compilation of kernels. Each is compiled on its first use; that is a
+        warm-up only once the KV cache has its size.
         """
         if self._cache_is_sized and PHASES.index(self.phase) < PHASES.index("autotune"):
             self.phase = "autotune"
@@ -209,11 +203,10 @@ class PhaseReader:
 
 @dataclass
 class DrainReader:
-    """Whether vLLM's own drain ended with every request answered (v1/engine/core.py,
-    _handle_shutdown).
+    """Whether vLLM's drain ended with every request answered (v1/engine/core.py, _handle_shutdown).
 
-    Each engine process says how many requests it still has when told to stop, and says so when it
-    is through. One that was killed at --shutdown-timeout never says the latter.
+    Each engine process logs its number of requests when told to stop, and the end of its drain. One
+    that was killed at --shutdown-timeout never logs the latter.
     """
 
     gave_up: bool = False
@@ -258,17 +251,15 @@ class DrainReader:
 
     @property
     def cut(self) -> int:
-        """How many requests an engine had when it was ended without finishing them, as far as it
-        told.
+        """The requests that an engine had when it was ended before they finished, as far as it
+        logged them.
         """
         return self._aborted + sum(self._running.values())
 
 
 @dataclass
 class ErrorReader:
-    """Remembers why the engine ended: the last exception that is not a mere consequence of
-    another.
-    """
+    """Remembers why the engine ended: the last exception that is not a consequence of another."""
 
     cause: str = ""
     exit_code: int | None = None  # of the worker process that ended first

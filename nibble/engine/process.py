@@ -60,7 +60,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Something a thread has to say that must not wait for the terminal itself."""
+    """A message of a thread that must not wait for the terminal."""
 
     text: str
 
@@ -69,11 +69,11 @@ Event = Stop | Ended | Answering | Failed | Told
 
 
 class Engine:
-    """The child and the threads that follow it. Construct in the main thread, before any other
+    """The child and the threads that follow it. Construct it in the main thread, before any other
     thread runs.
 
     `events` gets its end and every failure of a thread; `start_reading` begins to pass its output
-    on. Where we are killed, a guardian ends it and removes `folder`.
+    on. If this process is killed, a guardian ends the child and removes `folder`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Of the API process; also the id of its session."""
+        """Pid of the API process, which is also the id of its session."""
         return self._child.pid
 
     def start_reading(
@@ -122,7 +122,7 @@ class Engine:
         self.run(lambda: self._events.put(Ended(self._child.wait())))
 
     def run(self, work: Callable[[], None]) -> threading.Thread:
-        """A thread whose failure becomes an event."""
+        """Run `work` in a thread whose failure becomes an event."""
 
         def guarded() -> None:
             try:
@@ -135,7 +135,7 @@ class Engine:
         return thread
 
     def silence(self) -> float:
-        """Seconds since it last wrote anything."""
+        """Seconds since the engine's last output."""
         return time.monotonic() - self._last_sign
 
     def terminate(self) -> None:
@@ -144,8 +144,8 @@ class Engine:
             self._child.send_signal(signal.SIGTERM)
 
     def kill_at_once(self) -> None:
-        """SIGKILL without a look at anything: to those `first_death` saw last, else to the process
-        group.
+        """SIGKILL without a look at any process: to those `first_death` saw last, else to the
+        process group.
 
         Python's resource trackers live on, to remove the shared memory. `kill` finds what was
         forked since.
@@ -173,8 +173,8 @@ class Engine:
         return not any(process.pid == self.pid for process in family(self.pid))
 
     def first_death(self, over: threading.Event) -> str | None:
-        """Waits until one of vLLM's own processes below the API server ends: its title and pid.
-        None once `over`.
+        """Wait until a vLLM process below the API server ends; returns its title and pid, or None
+        once `over`.
         """
 
         def find() -> dict[int, str]:
@@ -186,15 +186,15 @@ class Engine:
         try:
             return first_end(find, over)
         finally:
-            self._doomed = ()  # nothing looks any more: a pid may soon be another process's
+            self._doomed = ()  # the watch ends: another process may soon have such a pid
 
     def last_words(self) -> None:
-        """Wait a moment until all it wrote before its end has been read."""
+        """Wait a moment until all output before its end has been read."""
         for reader in self._readers:
             reader.join(timeout=1)
 
     def kill(self) -> list[int]:
-        """End everything of it; the pids that could not be killed."""
+        """End all its processes; returns the pids that could not be killed."""
         self._guardian.dismiss()
         kill_family(self.pid)
         self.last_words()
@@ -228,7 +228,9 @@ def child_command(argv: list[str]) -> list[str]:
 def child_environ(
     base: Mapping[str, str], gate: Path, internal_token: str, key: str | None
 ) -> dict[str, str]:
-    """`base` and what the gate inside vLLM needs; the key travels here and never in an argument."""
+    """`base` and the variables of the gate inside vLLM; the key is a variable and never an
+    argument.
+    """
     added = {
         "PYTHONUNBUFFERED": "1",
         # vLLM starts `python -m vllm.model_executor.models.registry` in this folder (vllm 0.32

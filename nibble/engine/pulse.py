@@ -1,4 +1,6 @@
-"""Reads how far vLLM's processes are from what nibble's plugin writes (plugin/pulse.py)."""
+"""Reads the progress of vLLM's processes from the pulses that nibble's plugin writes
+(plugin/pulse.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from nibble.engine.contract import PulseKind, PulseRecord, pulse_file
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """One process: see PulseRecord."""
+    """The pulse of one process; see PulseRecord."""
 
     kind: PulseKind
     pid: int
@@ -22,7 +24,7 @@ class Pulse:
 
 
 def read_pulses(folder: Path) -> tuple[Pulse, ...]:
-    """Those of all processes that wrote one; what cannot be read is left out."""
+    """The pulses of all processes that wrote one; unreadable ones are omitted."""
     found = []
     kinds: tuple[PulseKind, ...] = ("api", "engine")
     for kind in kinds:

@@ -1,33 +1,21 @@
 """What the pinned vLLM accepts: flags, choices, config keys, variables, kernel names.
 
-`load_schema()` reads the committed snapshot `schema.json`, so that planning never imports vllm.
-`live_schema()` asks an installed vLLM in a subprocess (`introspect.py`), and `drift` compares the
-two. `python -m nibble.engine.schema --emit` writes the snapshot anew; `--check` exits 6 where it
-differs.
+`load_schema()` reads the committed snapshot `schema.json`, so that planning never imports vllm;
+`live_schema.py` compares it with an installed vLLM.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from nibble.errors import ExitCode, NibbleError
-
 SNAPSHOT = Path(__file__).with_name("schema.json")
-INTROSPECT = Path(__file__).with_name("introspect.py")
-INTROSPECTION_TIMEOUT_SECONDS = (
-    300  # importing vllm and building its parser takes 10 s on two idle cores
-)
 
 # 1k, 25.6k, 2M as vLLM reads them (vllm 0.32 argparse_utils.py:29: a decimal point only before k,
 # m, g, t).
@@ -197,63 +185,6 @@ def load_schema() -> Schema:
     return Schema(json.loads(SNAPSHOT.read_text()))
 
 
-def live_schema(
-    python: str = sys.executable, argvs: Sequence[Sequence[str]] = ()
-) -> tuple[Schema, list[str | None]]:
-    """The vLLM that `python` imports, and per argument list None or why its own parser refuses it.
-
-    Raises VERIFY where that interpreter has no working vLLM.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out, words = Path(folder, "schema.json"), Path(folder, "argvs.json")
-        words.write_text(json.dumps([list(argv) for argv in argvs]))
-        # -P: the scripts' own folder holds module names (ray, gate) that must not shadow vLLM's
-        # imports.
-        run = subprocess.run(
-            [python, "-P", str(INTROSPECT), str(out), str(words)],
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=INTROSPECTION_TIMEOUT_SECONDS,
-            check=False,
-        )
-        if run.returncode != 0 or not out.exists():
-            last = (run.stderr.strip().splitlines() or ["no output"])[-1]
-            what = f"vLLM could not be inspected with {python}: {last}"
-            raise NibbleError(
-                ExitCode.VERIFY,
-                what=what,
-                expected="an interpreter that imports vllm",
-                action="name it with --python",
-            )
-        data = json.loads(out.read_text())
-    refusals = data.pop("refusals")
-    return Schema(data), refusals
-
-
-def drift(snapshot: Schema, live: Schema) -> list[str]:
-    """Each place where the installed vLLM differs from the snapshot; empty where they agree."""
-    return list(_differences(snapshot.data, live.data, ""))
-
-
-def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted({*old, *new}):
-            where = f"{path}.{key}" if path else key
-            if key not in new:
-                yield f"{where} is gone"
-            elif key not in old:
-                yield f"{where} is new"
-            else:
-                yield from _differences(old[key], new[key], where)
-    elif isinstance(old, list) and isinstance(new, list):
-        gone, added = [v for v in old if v not in new], [v for v in new if v not in old]
-        if gone or added:
-            yield f"{path} lost {gone} and gained {added}"
-    elif old != new:
-        yield f"{path} was {old!r} and is {new!r}"
-
-
 def closest(word: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
 
@@ -364,43 +295,3 @@ def _not_a_choice(where: str, value: Any, choices: Sequence[Any]) -> str:
     )
     did = f"did you mean {hint}? " if hint else ""
     return f"{where} cannot be {value!r}: {did}one of {', '.join(map(str, choices))}"
-
-
-def write_snapshot(schema: Schema, path: Path = SNAPSHOT) -> None:
-    """One flag, one config key, one name a line, so that a vLLM upgrade shows as a readable
-    diff.
-    """
-    path.write_text(_dump(schema.data, {"classes": 4}.get, 2) + "\n")
-
-
-def _dump(value: Any, depth_of: Any, depth: int, level: int = 0) -> str:
-    if level >= depth or not value or not isinstance(value, (dict, list)):
-        return json.dumps(value, ensure_ascii=False)
-    pad, end = " " * (level + 1), " " * level
-    if isinstance(value, list):
-        return "[\n" + ",\n".join(pad + json.dumps(v) for v in value) + f"\n{end}]"
-    lines = [
-        f"{pad}{json.dumps(k)}: {_dump(v, depth_of, depth_of(k) or depth, level + 1)}"
-        for k, v in value.items()
-    ]
-    return "{\n" + ",\n".join(lines) + f"\n{end}" + "}"
-
-
-def main(argv: Sequence[str]) -> int:
-    """`--emit` writes the snapshot from the vLLM of this interpreter; `--check` says where it
-    differs (exit 6).
-    """
-    if list(argv) not in (["--emit"], ["--check"]):
-        print("usage: python -m nibble.engine.schema --emit | --check", file=sys.stderr)
-        return ExitCode.USAGE
-    live, _ = live_schema()
-    if list(argv) == ["--emit"]:
-        write_snapshot(live)
-        return ExitCode.OK
-    differences = drift(load_schema(), live)
-    print("\n".join(differences) or f"the snapshot agrees with vLLM {live.version}")
-    return ExitCode.VERIFY if differences else ExitCode.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

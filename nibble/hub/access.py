@@ -72,7 +72,7 @@ def hub_home(environ: Mapping[str, str]) -> Path:
 
 
 def _stored_token(environ: Mapping[str, str], home: Path) -> str | None:
-    """The token `hf auth login` left, or the file HF_TOKEN_PATH names."""
+    """The token that `hf auth login` stored, or the one in the file HF_TOKEN_PATH."""
     try:
         return Path(environ.get("HF_TOKEN_PATH") or home / "token").read_text().strip() or None
     except (OSError, UnicodeDecodeError):

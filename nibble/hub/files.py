@@ -30,18 +30,9 @@ OTHER_WEIGHTS = (
     "*.onnx", "*.onnx_data", "*.gguf",
 )  # fmt: skip
 NOT_NEEDED = (
-    "*.png",
-    "*.jpg",
-    "*.jpeg",
-    "*.gif",
-    "*.webp",
-    "*.svg",
-    "*.mp4",
-    "*.pdf",
-    ".git*",
-    "*.zip",
+    "*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.svg", "*.mp4", "*.pdf", ".git*", "*.zip",
     "*.tar.gz",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -195,16 +186,9 @@ def missing_weights(folder: Path) -> list[str]:
 # Vocabularies under the names that tokenizers give them (transformers, mistral-common, tiktoken,
 # sentencepiece, TokenMonster).
 _VOCABULARIES = (
-    "tokenizer.json",
-    "*.model",
-    "*.model.v*",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "*.tiktoken",
-    "*.vocab",
-    "*.bpe",
-)
+    "tokenizer.json", "*.model", "*.model.v*", "vocab.json", "vocab.txt", "tekken.json",
+    "*.tiktoken", "*.vocab", "*.bpe",
+)  # fmt: skip
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -56,13 +56,14 @@ from nibble.settings.options import default_of
 # Space that stays free on the cache's file system for compile caches and logs
 MARGIN_BYTES = 1 << 30
 PROGRESS_SECONDS = 0.5
+Stage = Literal["download", "verify", "convert", "measure", "write", "reference"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a stage before vLLM, in bytes."""
+    """Progress of a stage before vLLM, or of a conversion, in bytes."""
 
-    stage: Literal["download", "verify", "reference"]
+    stage: Stage
     done_bytes: int
     total_bytes: int
 
@@ -179,9 +180,7 @@ class Pull:
     def snapshot(self) -> Path:
         return self.storage / "snapshots" / self.commit
 
-    def report(
-        self, stage: Literal["download", "verify", "reference"], done: int, total: int
-    ) -> None:
+    def report(self, stage: Stage, done: int, total: int) -> None:
         if self.on_progress:
             self.on_progress(Progress(stage, min(done, total), total))
 
@@ -325,7 +324,7 @@ def _fetch(job: Pull, fetch_bytes: int) -> None:
 
 
 def _write_ref(job: Pull) -> None:
-    """Write refs/main or the branch for offline starts: a download by commit does not."""
+    """Write refs/main or the branch for offline starts; a download by commit does not write it."""
     ref = job.storage / "refs" / (job.revision or "main")
     ref.parent.mkdir(parents=True, exist_ok=True)
     ref.write_text(job.commit)

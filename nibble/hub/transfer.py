@@ -30,14 +30,8 @@ BACKOFF_S = 1.0  # times the tries that failed
 PARALLEL = 4
 STALL_VARIABLE = "NIBBLE_DOWNLOAD_STALL_SECONDS"
 _LOCAL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EFBIG,
-)
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

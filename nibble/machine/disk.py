@@ -14,7 +14,7 @@ from nibble.machine.paths import cache_dir
 
 def gib(count: int) -> str:
     """A number of bytes in MiB or GiB, for messages."""
-    return f"{count / (1 << 30):.1f} GiB" if count >= 100 << 20 else f"{count / (1 << 20):.1f} MiB"
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
 
 
 def nearest_existing(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The processes of this machine: who belongs to a server, what they do, and their end.
+"""The processes of this machine: which belong to a server, what they do, and how to end them.
 
 Import it late: psutil takes 0.05 s to import, and `nibble plan` looks at no process.
 """
@@ -82,12 +82,12 @@ def _is_below(process: psutil.Process, ancestor: psutil.Process) -> bool:
 
 
 def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
-    """SIGKILL everything in `family` until nothing is left; the pids that were killed.
+    """SIGKILL everything in `family` until nothing is left; returns the killed pids.
 
-    Repeated, because a process can fork between the look and the blow. Processes in uninterruptible
-    sleep (a hung driver) survive `timeout_s`; the caller reports them through `family`. Python's
-    resource trackers may end by themselves: they remove the shared memory of those that were
-    killed.
+    It repeats, because a process can fork between the listing and the kill. Processes in
+    uninterruptible sleep (a hung driver) survive `timeout_s`; the caller reports them through
+    `family`. Python's resource trackers may end by themselves: they remove the shared memory of
+    killed processes.
     """
     killed: set[int] = set()
     began = time.monotonic()
@@ -110,13 +110,13 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def engine_title(pid: int) -> str | None:
-    """The title that vLLM gave its process (`VLLM::EngineCore`), or None for any other process."""
+    """The title that vLLM set for its process (`VLLM::EngineCore`), or None for any other."""
     title = next(iter(_words(pid)), "").strip()
     return title if title.startswith("VLLM::") else None
 
 
 def _words(pid: int) -> list[str]:
-    """The words of a process's command line, as it shows them; none where there is no process."""
+    """The words of a process's command line; empty without the process."""
     try:
         return psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -125,15 +125,15 @@ def _words(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a family has done: CPU seconds, bytes read from storage (None where the kernel does
-    not say).
+    """Work of a family: CPU seconds, and bytes read from storage (None where the kernel does not
+    report them).
     """
 
     cpu_seconds: float
     read_bytes: int | None
 
     def since(self, earlier: Activity) -> str:
-        """In words, for a report on a silent engine."""
+        """The difference in words, for a report on a silent engine."""
         text = f"{max(self.cpu_seconds - earlier.cpu_seconds, 0):.0f} s of CPU time"
         if self.read_bytes is None or earlier.read_bytes is None:
             return text
@@ -143,7 +143,7 @@ class Activity:
 
 
 def activity(session: int) -> Activity:
-    """Sum over the living family of `session`."""
+    """The sum for the living family of `session`."""
     members = family(session)
     read = [_read_bytes(member.pid) for member in members]
     known = [number for number in read if number is not None]

@@ -26,7 +26,7 @@ _LOOK_FOR_PROCESSES_MS = 1000
 
 
 def become_subreaper() -> None:
-    """Orphans of our children become ours instead of init's, so that `kill_descendants` finds
+    """Make orphans of child processes ours instead of init's, so that `kill_descendants` finds
     them.
     """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -36,7 +36,7 @@ def die_with_parent(parent: int) -> Callable[[], None]:
     """For Popen's preexec_fn: the child gets SIGTERM when the thread that started it ends, our main
     thread.
 
-    SIGTERM and not SIGKILL: vLLM's API process has to end its engine, which would otherwise stay.
+    It is SIGTERM, not SIGKILL: vLLM's API process must end its engine, which would otherwise stay.
     """
 
     def arm() -> None:
@@ -49,10 +49,10 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
 
 def shift_oom_score(by: int) -> None:
-    """Make the kernel's OOM killer take this process (and what it starts) more readily, or less
-    where that is permitted.
+    """Make the kernel's OOM killer more likely to kill this process and its children, or less
+    likely where that is permitted.
 
-    Everybody may raise the score; lowering it needs CAP_SYS_RESOURCE.
+    Any process may raise its score; lowering it needs CAP_SYS_RESOURCE.
     """
     with contextlib.suppress(OSError):
         descriptor = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
@@ -64,8 +64,8 @@ def shift_oom_score(by: int) -> None:
 
 
 def survive_memory_pressure() -> None:
-    """Make this process the last one the kernel takes, and keep its pages in memory, as far as
-    that is permitted.
+    """Make this process the last that the OOM killer selects, and lock its pages in memory, as far
+    as permitted.
     """
     shift_oom_score(-OOM_SCORE_STEP)
     # ENOMEM or EPERM where RLIMIT_MEMLOCK is small: then a page of ours may have to be read back
@@ -74,8 +74,8 @@ def survive_memory_pressure() -> None:
 
 
 def started_ticks(pid: int | str) -> str:
-    """When a process started, in clock ticks since boot, which tells two with the same pid
-    apart; empty where there is none.
+    """When a process started, in clock ticks since boot; it distinguishes processes that reuse a
+    pid. Empty without the process.
 
     psutil's create_time adds the boot time, which moves when the clock is set.
     """
@@ -83,14 +83,14 @@ def started_ticks(pid: int | str) -> str:
 
 
 def major_faults(pid: int) -> int:
-    """Pages of a process that came from disk so far, which psutil 7 does not say; 0 where there
-    is none.
+    """Pages that a process has read from disk, which psutil 7 does not report; 0 without the
+    process.
     """
     return int(_stat_field(pid, 9) or 0)
 
 
 def _stat_field(pid: int | str, number: int) -> str:
-    """A field of /proc/PID/stat, counted from behind the name; empty where there is no process."""
+    """A field of /proc/PID/stat, counted after the name; empty without the process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         return text.rpartition(")")[2].split()[number]
@@ -99,7 +99,7 @@ def _stat_field(pid: int | str, number: int) -> str:
 
 
 def reap() -> None:
-    """Collect ended children, adopted ones too. Only when no caller waits for a certain
+    """Collect ended children, adopted ones too. Call it only when no caller waits for a certain
     child.
     """
     with contextlib.suppress(ChildProcessError):
@@ -108,11 +108,11 @@ def reap() -> None:
 
 
 def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> str | None:
-    """Waits until one of the processes that `find` names (pid -> how to name it) ends: that name.
+    """Wait until one of the processes that `find` names (pid -> name) ends; returns its name, or
     None once `over`.
 
-    `find` is asked again every second. A process counts from the second look on: between fork and
-    exec every child bears its parent's title. None too where the kernel has no pidfd_open (before
+    `find` is called every second. A process counts from the second call on: between fork and exec a
+    child has its parent's title. It also returns None where the kernel has no pidfd_open (before
     Linux 5.3).
     """
     known: dict[int, str] = {}  # descriptor of a process -> how to name it
@@ -140,8 +140,8 @@ def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> s
 
 @contextlib.contextmanager
 def stop_signals(tell: Callable[[int], None]) -> Iterator[None]:
-    """Stop signals become events while this is open. One that the caller ignores (nohup) stays
-    ignored.
+    """Turn stop signals into events inside the block. A signal that the caller ignores (nohup)
+    stays ignored.
     """
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -169,8 +169,8 @@ def signal_name(signum: int) -> str:
 
 
 def once_a_second(tell: Callable[[int], None]) -> Callable[[int], None]:
-    """Signals within a second of one that counted are the same wish: `timeout` sends SIGTERM to
-    us and to our group.
+    """Drop signals within a second of the last one that counted: `timeout` sends SIGTERM to us and
+    to our group.
     """
     counted = float("-inf")
 

@@ -1,7 +1,7 @@
-"""Memory and speed arithmetic of a plan: need, supply, and the decode bound by bandwidth.
+"""Memory and speed arithmetic of a plan: need, supply, and the bandwidth bound of decoding.
 
-Pure; every figure is bytes of one GPU (or of the host on a CPU) unless its name says otherwise.
-What a checkpoint that is not here would decide stays None and is printed as "unknown until pull".
+Pure. Every figure is in bytes of one GPU (or of the host on a CPU) unless its name says otherwise.
+Figures that depend on an unknown checkpoint are None and printed as "unknown until pull".
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.targets import Target
 
 GIB = 1 << 30
-# A reserve for a large machine must not take a small one's memory; NIBBLE_MEMORY_RESERVE_GIB is
-# taken as it is.
+# The default reserve is at most this share of a machine's memory. NIBBLE_MEMORY_RESERVE_GIB has no
+# such limit.
 LARGEST_SHARE_RESERVED = 1 / 8
-# Beside a discrete GPU: checkpoints are staged in host memory, some of it pinned.
+# With a discrete GPU: checkpoints are staged in host memory, some of it pinned.
 HOST_RESERVE_BYTES = 2 * GIB
 
 
@@ -26,10 +26,10 @@ HOST_RESERVE_BYTES = 2 * GIB
 class Budget:
     """One device's memory, as `nibble plan` prints it.
 
-    `allowed_bytes` is what the engine may take: what is available less the reserve, and no more
-    than the cap (`cap` of the whole memory, GPU_MEMORY_UTIL or a recipe's). `room_bytes` is what is
-    left of it for the KV cache after weights, engine, graphs and workspace. `kv_cache_bytes` is a
-    size that was asked for.
+    `allowed_bytes` is what the engine may take: the available memory less the reserve, and at most
+    the cap (`cap` is a fraction of the whole memory, from GPU_MEMORY_UTIL or a recipe).
+    `room_bytes` is the rest for the KV cache after weights, engine, graphs and workspace.
+    `kv_cache_bytes` is a size that the user or a recipe sets.
     """
 
     memory_bytes: int | None
@@ -52,26 +52,24 @@ class Budget:
 
     @property
     def overhead_bytes(self) -> int:
-        """What the engine takes beside weights and KV cache."""
+        """What the engine takes besides weights and KV cache."""
         return self.engine_bytes + self.graphs_bytes + self.workspace_bytes
 
     @property
     def is_capped(self) -> bool:
-        """Whether the cap leaves less than what is available would."""
+        """Whether the cap leaves less than the available memory would."""
         if self.cap is None or self.memory_bytes is None or self.available_bytes is None:
             return False
         return int(self.cap * self.memory_bytes) < self.available_bytes - self.reserve_bytes
 
     @property
     def least_kv_bytes(self) -> int:
-        """The smallest KV cache that serves: the size that was asked for, else one sequence of
-        full length.
-        """
+        """The smallest useful KV cache: the set size, else one sequence of full length."""
         return self.kv_cache_bytes or self.sequence_bytes or 0
 
     @property
     def full_kv_bytes(self) -> int | None:
-        """KV cache for all sequences at full length; None where that is not known."""
+        """The KV cache for all sequences at full length; None if unknown."""
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
         if self.sequence_bytes is None or self.sequences is None:
@@ -80,16 +78,16 @@ class Budget:
 
     @property
     def missing_bytes(self) -> int:
-        """How much the smallest KV cache lacks; 0 where it fits or cannot be known."""
+        """Bytes that the smallest KV cache lacks; 0 if it fits or its size is unknown."""
         return max(0, self.least_kv_bytes - self.room_bytes) if self.room_bytes is not None else 0
 
     def free_share(self) -> float | None:
-        """The largest fraction that vLLM's check at start passes with, rounded down; None where
-        nothing is known.
+        """The largest fraction with which vLLM's check at start passes, rounded down; None if
+        unknown.
 
-        vllm 0.32 v1/worker/utils.py:761 refuses unless this fraction of the whole memory is free,
-        also when the KV cache is given in bytes; by then the engine's processes have taken their
-        share.
+        vllm 0.32 v1/worker/utils.py:761 refuses to start unless this fraction of the whole memory
+        is free, also with a KV cache given in bytes. By then the engine's processes have taken
+        their share.
         """
         if not self.memory_bytes or self.available_bytes is None:
             return None
@@ -97,8 +95,8 @@ class Budget:
         return math.floor(100 * free / self.memory_bytes) / 100
 
     def used_share(self, kv_bytes: int | None) -> float | None:
-        """The fraction that weights, graphs, workspace and a KV cache of `kv_bytes` take,
-        rounded up.
+        """The fraction that weights, graphs, workspace and a KV cache of `kv_bytes` take, rounded
+        up; None if unknown.
         """
         if not self.memory_bytes or self.weights_bytes is None or kv_bytes is None:
             return None
@@ -112,8 +110,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class DecodeBound:
-    """Upper bound of decode speed for one sequence: bandwidth / bytes a step reads, no
-    speculative decoding.
+    """Upper bound of decode speed for one sequence without speculative decoding: bandwidth / bytes
+    read in a step.
     """
 
     bytes_per_step: int | None
@@ -129,8 +127,8 @@ class DecodeBound:
 def memory_bytes(
     target: Target, hardware: Hardware, gpus: int | None = None
 ) -> tuple[int | None, int | None]:
-    """(total, available now) bytes of the memory weights live in: of the fullest of the first
-    `gpus` GPUs (None: of all).
+    """(total, available now) bytes of the memory that holds the weights. With several GPUs: those
+    of the GPU with the least free memory among the first `gpus` (None: all).
     """
     if is_shared(target) or not hardware.gpus:
         return hardware.memory_total_bytes, hardware.memory_available_bytes
@@ -143,22 +141,20 @@ def _free_bytes(gpu: Gpu) -> int | None:
 
 
 def is_shared(target: Target) -> bool:
-    """Whether the engine takes its memory from the host, so that too much of it harms the
-    machine.
-    """
+    """Whether the engine uses the host's memory, so that using too much harms the whole machine."""
     return target.memory.kind in ("unified", "host")
 
 
 def weights_bytes_per_gpu(
     checkpoint: Checkpoint | None, gpus: int, replicas: int = 1
 ) -> int | None:
-    """Bytes of weights on each of `gpus` GPUs; an even split, replicated norms and routers are
-    below 1 %.
+    """Bytes of weights on each of `gpus` GPUs, assuming an even split. Replicated norms and routers
+    are below 1 %.
 
-    Data parallel `replicas` hold everything again but the experts, which are divided over all of
-    them, with expert parallelism and without (vllm 0.32 fused_moe/config.py
-    flatten_tp_across_dp_and_pcp). float32 files are loaded in 16 bits, so two bytes a parameter
-    bound what a file's size overstates.
+    Each data parallel replica holds everything except the experts, which are divided over all
+    replicas, with and without expert parallelism (vllm 0.32 fused_moe/config.py
+    flatten_tp_across_dp_and_pcp). vLLM loads float32 files in 16 bits, so a parameter counts as two
+    bytes at most.
     """
     if checkpoint is None or checkpoint.weights is None:
         return None
@@ -168,13 +164,13 @@ def weights_bytes_per_gpu(
         return -(-total // gpus)
     scales = weights.bytes_by_kind.get("scales", 0)
     share = weights.bytes_by_kind.get("moe_experts", 0) / max(1, weights.total_bytes - scales)
-    experts = int(total * share)  # with their scales, which belong to experts as the weights do
+    experts = int(total * share)  # scales are divided like the weights
     return -(-(total - experts) // gpus) + -(-experts // (gpus * replicas))
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What decides the memory of a sequence beside the model; names and units of
+    """What determines a sequence's memory besides the model; names and units of
     `sequence_memory_bytes`.
     """
 
@@ -189,18 +185,18 @@ class CacheShape:
 def sequence_bytes(
     checkpoint: Checkpoint | None, tokens: int | None, shape: CacheShape
 ) -> int | None:
-    """Bytes of KV cache and state one sequence of `tokens` takes, or None where the architecture
-    is not known.
+    """Bytes of KV cache and state for one sequence of `tokens`; None for an unknown
+    architecture.
     """
     if checkpoint is None or tokens is None:
         return None
     return sequence_memory_bytes(checkpoint, tokens, **asdict(shape))
 
 
-def reserve(target: Target, hardware: Hardware, asked_bytes: int | None) -> tuple[int, str]:
-    """(bytes left to the rest of the machine, why)."""
-    if asked_bytes is not None:
-        return asked_bytes, "set by the user"
+def reserve(target: Target, hardware: Hardware, user_bytes: int | None) -> tuple[int, str]:
+    """(bytes to leave free, the reason). `user_bytes` is the user's value, None if unset."""
+    if user_bytes is not None:
+        return user_bytes, "set by the user"
     total, _ = memory_bytes(target, hardware)
     limit = int((total or 0) * LARGEST_SHARE_RESERVED)
     if total and limit < target.memory.reserve_bytes:
@@ -208,12 +204,12 @@ def reserve(target: Target, hardware: Hardware, asked_bytes: int | None) -> tupl
     return target.memory.reserve_bytes, target.memory.reserve_reason
 
 
-def host_reserve_bytes(target: Target, host_total_bytes: int, asked_bytes: int | None) -> int:
-    """What the watchdog keeps free of the host's memory; beside a discrete GPU that is not the
-    budget's memory.
+def host_reserve_bytes(target: Target, host_total_bytes: int, user_bytes: int | None) -> int:
+    """Bytes of host memory that the watchdog keeps free. With a discrete GPU the budget is about
+    the GPU's memory instead.
     """
-    if asked_bytes is not None:
-        return asked_bytes
+    if user_bytes is not None:
+        return user_bytes
     default = target.memory.reserve_bytes if is_shared(target) else HOST_RESERVE_BYTES
     return min(default, int(host_total_bytes * LARGEST_SHARE_RESERVED))
 
@@ -234,30 +230,30 @@ def make_budget(
     has_graphs: bool,
     kv_cache_bytes: int | None,
 ) -> Budget:
-    """Join what is there with what the model needs. `kv_cache_bytes` is of one device, and None
-    if unset.
+    """Combine the available memory with what the model needs. `kv_cache_bytes` is for one device,
+    None if unset.
 
-    On a CPU all of this machine's ranks, those of `replicas` (data parallelism) too, share one
-    memory, so what each takes counts that often.
+    On a CPU all ranks of this machine, including those of data parallel `replicas`, share one
+    memory, so each rank's need is multiplied by their number.
     """
     total, available = memory_bytes(target, hardware, ranks_here)
-    kept, reason = reserve(target, hardware, reserve_bytes)
+    reserved, reason = reserve(target, hardware, reserve_bytes)
     ranks = ranks_here if target.memory.kind == "host" else 1
     weights = weights_bytes_per_gpu(checkpoint, gpus_per_model, replicas)
-    each = sequence_bytes(checkpoint, tokens, shape)
+    sequence = sequence_bytes(checkpoint, tokens, shape)
     budget = Budget(
         memory_bytes=total,
         available_bytes=available,
         limited_by=hardware.memory_limited_by if is_shared(target) else "NVML",
         cap=cap,
         allowed_bytes=None,
-        reserve_bytes=kept,
+        reserve_bytes=reserved,
         reserve_reason=reason,
         engine_bytes=target.memory.engine_bytes * ranks,
         graphs_bytes=target.memory.graphs_bytes if has_graphs else 0,
         workspace_bytes=target.memory.workspace_bytes * ranks,
         weights_bytes=weights and weights * ranks,
-        sequence_bytes=each and each * ranks,
+        sequence_bytes=sequence and sequence * ranks,
         sequence_tokens=tokens,
         sequences=sequences,
         kv_cache_bytes=kv_cache_bytes and kv_cache_bytes * ranks,
@@ -266,7 +262,7 @@ def make_budget(
     )
     if total is None or available is None:
         return budget
-    allowed = available - kept if cap is None else min(available - kept, int(cap * total))
+    allowed = available - reserved if cap is None else min(available - reserved, int(cap * total))
     if budget.weights_bytes is None:
         return replace(budget, allowed_bytes=allowed)
     room = allowed - budget.weights_bytes - budget.overhead_bytes
@@ -277,7 +273,7 @@ def make_budget(
 def make_bound(
     target: Target, hardware: Hardware, checkpoint: Checkpoint | None, gpus_per_model: int
 ) -> DecodeBound:
-    """The decode bound on the GPUs found, or why there is none."""
+    """The decode bound on these GPUs, or why it is unknown."""
     step = checkpoint.weights.decode_bytes_per_step if checkpoint and checkpoint.weights else None
     model = target.gpu_model(hardware.gpus[0].name) if hardware.gpus else None
     if target.device == "cpu":

@@ -1,4 +1,4 @@
-"""A value with its layer, source and reason, and the one place that decides which of several wins.
+"""A value with its layer, source and reason, and the rule that decides which of several wins.
 
 Precedence: command line > VLLM_EXTRA_ARGS > environment > user TOML > known risk (rules/) > recipe
 > target > nibble > vLLM. JSON objects are merged key by key. Pure.
@@ -20,7 +20,7 @@ Outcome = Literal["wins", "merged", "overruled"]
 
 
 class Layer(IntEnum):
-    """Who sets a value; the higher layer wins."""
+    """The origin of a value; the higher layer wins."""
 
     VLLM = 0
     NIBBLE = 1
@@ -31,14 +31,12 @@ class Layer(IntEnum):
     ENVIRONMENT = 6
     EXTRA_ARGS = 7
     COMMAND_LINE = 8
-    LIMIT = 9  # what must hold whatever is set: a folder on this disk, memory that is free
+    LIMIT = 9  # facts that overrule every setting: a folder on this disk, free memory
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A value, where it came from (`environment PORT`, `recipe …`, `target gb10`) and why it is
-    so.
-    """
+    """A value, its source (`environment PORT`, `recipe …`, `target gb10`) and its reason."""
 
     value: Any
     source: str
@@ -55,49 +53,53 @@ Choices = dict[str, Choice]
 
 
 def values_of(choices: Mapping[str, Choice]) -> dict[str, Any]:
-    """What was chosen, without the reasons."""
+    """Name -> value, without sources and reasons."""
     return {name: choice.value for name, choice in choices.items()}
 
 
 def at(layer: Layer, choices: Mapping[str, Choice]) -> Choices:
-    """`choices` as those of `layer`."""
+    """`choices`, moved to `layer`."""
     return {name: replace(choice, layer=layer) for name, choice in choices.items()}
 
 
 @dataclass(frozen=True)
 class Flags(Mapping[str, Choice]):
-    """Name -> the winning choice; `said` keeps all of them, the lowest layer first."""
+    """Name -> the winning choice. `all_choices` keeps every choice, the lowest layer first."""
 
-    said: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
+    all_choices: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
 
     def add(self, choices: Mapping[str, Choice]) -> Flags:
-        """With `choices` too. Of two with one layer the later wins."""
-        said = dict(self.said)
+        """These flags with `choices` added. Of two choices with the same layer the later one
+        wins.
+        """
+        all_choices = dict(self.all_choices)
         for name, choice in choices.items():
-            said[name] = tuple(sorted((*said.get(name, ()), choice), key=lambda one: one.layer))
-        return Flags(said)
+            all_choices[name] = tuple(
+                sorted((*all_choices.get(name, ()), choice), key=lambda known: known.layer)
+            )
+        return Flags(all_choices)
 
     @cached_property
     def _winners(self) -> dict[str, Choice]:
-        return {name: _joined(choices) for name, choices in self.said.items()}
+        return {name: _merge_all(choices) for name, choices in self.all_choices.items()}
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The winning values."""
+        """Name -> the winning value."""
         return values_of(self._winners)
 
     def __getitem__(self, name: str) -> Choice:
         return self._winners[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.said)
+        return iter(self.all_choices)
 
     def __len__(self) -> int:
-        return len(self.said)
+        return len(self.all_choices)
 
     def origin(self, name: str, *keys: str) -> Choice | None:
-        """The highest choice that sets `name`, or the nested key of its JSON object."""
-        for choice in reversed(self.said.get(name, ())):
+        """The highest choice that sets `name`, or the nested key `keys` of its JSON object."""
+        for choice in reversed(self.all_choices.get(name, ())):
             value = choice.value
             for key in keys:
                 value = value.get(key) if isinstance(value, Mapping) else None
@@ -106,32 +108,32 @@ class Flags(Mapping[str, Choice]):
         return None
 
     def history(self, name: str) -> tuple[tuple[Choice, Outcome], ...]:
-        """Every choice for `name`, the winning one first, and what became of it."""
-        found: list[tuple[Choice, Outcome]] = []
-        is_over = False
-        for choice in reversed(self.said.get(name, ())):
-            outcome: Outcome = "wins" if not found else "overruled" if is_over else "merged"
+        """Every choice for `name` with its outcome, the winner first."""
+        history: list[tuple[Choice, Outcome]] = []
+        is_decided = False
+        for choice in reversed(self.all_choices.get(name, ())):
+            outcome: Outcome = "wins" if not history else "overruled" if is_decided else "merged"
             is_object = isinstance(choice.value, Mapping)
             if outcome == "merged" and not is_object:
                 outcome = "overruled"
-            is_over = is_over or not is_object
-            found.append((choice, outcome))
-        return tuple(found)
+            is_decided = is_decided or not is_object
+            history.append((choice, outcome))
+        return tuple(history)
 
 
-def _joined(choices: tuple[Choice, ...]) -> Choice:
-    first, *others = choices
+def _merge_all(choices: tuple[Choice, ...]) -> Choice:
+    result, *others = choices
     for choice in others:
-        first = _over(first, choice)
-    return first
+        result = _merge_pair(result, choice)
+    return result
 
 
-def _over(low: Choice, high: Choice) -> Choice:
+def _merge_pair(low: Choice, high: Choice) -> Choice:
     if not isinstance(low.value, Mapping) or not isinstance(high.value, Mapping):
         return high
     return Choice(
         merge(low.value, high.value),
         " + ".join(dict.fromkeys([*low.source.split(" + "), *high.source.split(" + ")])),
-        "; ".join(dict.fromkeys(one.reason for one in (low, high) if one.reason)),
+        "; ".join(dict.fromkeys(choice.reason for choice in (low, high) if choice.reason)),
         high.layer,
     )

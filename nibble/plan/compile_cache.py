@@ -1,9 +1,9 @@
 """The folders of compiled code in a plan, each keyed by what it depends on. Pure.
 
-Two entries: kernels compiled for this build on this GPU, for all models; and graphs compiled
-for one model with the flags that shape them. Inside them vLLM, Triton and FlashInfer have finer
-keys; nibble's say what an entry belongs to, so that it can be listed, verified and pruned as a
-whole.
+A plan has two entries: kernels compiled for this build on this GPU, for all models; and graphs
+compiled for one model with the flags that shape them. vLLM, Triton and FlashInfer have finer keys
+inside an entry. nibble's key says what an entry belongs to, so that it can be listed, verified and
+pruned as a whole.
 """
 
 from __future__ import annotations
@@ -23,83 +23,46 @@ from nibble.plan.choice import Choice, Choices
 FOLDER = "engine"  # in nibble's cache
 Kind = Literal["kernels", "graphs"]
 
-# What changes nothing that is compiled: the server around the engine, text in and out, and memory
-# that depends on what is free at the moment. A flag too few here costs a compilation, one too many
-# only makes an entry serve two settings.
-OUTSIDE_FLAGS = frozenset(
-    "--" + name
-    for name in (
-        "host",
-        "port",
-        "uds",
-        "api-server-count",
-        "served-model-name",
-        "middleware",
-        "root-path",
-        "shutdown-timeout",
-        "fail-on-environ-validation",
-        "revision",
-        "code-revision",
-        "tokenizer",
-        "tokenizer-revision",
-        "tokenizer-mode",
-        "chat-template",
-        "chat-template-content-format",
-        "default-chat-template-kwargs",
-        "generation-config",
-        "override-generation-config",
-        "reasoning-parser",
-        "tool-call-parser",
-        "enable-auto-tool-choice",
-        "tool-server",
-        "max-log-len",
-        "uvicorn-log-level",
-        "log-config-file",
-        "enable-log-requests",
-        "disable-log-stats",
-        "disable-access-log-for-endpoints",
-        "otlp-traces-endpoint",
-        "max-num-queued-reqs",
-        "max-num-queued-tokens",
-        "enable-prompt-tokens-details",
-        "enable-force-include-usage",
-        "kv-cache-memory-bytes",
-        "gpu-memory-utilization",
-        "load-format",
-        "safetensors-load-strategy",
-        "safetensors-prefetch-num-threads",
-        "model-loader-extra-config",
-        "max-parallel-loading-workers",
-        "enable-flashinfer-autotune",
-    )
-)
+# Flags that do not change compiled code: the API server, text in and out, and memory limits that
+# depend on what is free at the moment. A missing flag costs a compilation; a wrong one makes an
+# entry serve two settings.
+_OUTSIDE_FLAGS = """
+host port uds api-server-count served-model-name middleware root-path shutdown-timeout
+fail-on-environ-validation revision code-revision tokenizer tokenizer-revision tokenizer-mode
+chat-template chat-template-content-format default-chat-template-kwargs generation-config
+override-generation-config reasoning-parser tool-call-parser enable-auto-tool-choice tool-server
+max-log-len uvicorn-log-level log-config-file enable-log-requests disable-log-stats
+disable-access-log-for-endpoints otlp-traces-endpoint max-num-queued-reqs max-num-queued-tokens
+enable-prompt-tokens-details enable-force-include-usage kv-cache-memory-bytes
+gpu-memory-utilization load-format safetensors-load-strategy safetensors-prefetch-num-threads
+model-loader-extra-config max-parallel-loading-workers enable-flashinfer-autotune
+"""
+OUTSIDE_FLAGS = frozenset("--" + name for name in _OUTSIDE_FLAGS.split())
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What one entry holds for; `parts` are plain text, in the order they are shown."""
+    """What one entry depends on. `parts` are text, in the order in which they are shown."""
 
     kind: Kind
     parts: Mapping[str, str]
 
     @property
     def name(self) -> str:
-        """The entry's folder: the kind and 16 hex digits."""
+        """The entry's folder name: the kind and 16 hex digits."""
         text = json.dumps([self.kind, dict(sorted(self.parts.items()))])
         return f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The entries of a plan below `root`, and the variables that lead there (nothing where the
-    build is unknown).
-    """
+    """The entries of a plan below `root`; no `keys` if the build is unknown."""
 
     root: Path
     keys: tuple[CacheKey, ...] = ()
 
     def folder(self, kind: Kind) -> Path:
-        """Where the entry of that kind lies."""
+        """The folder of the entry of that kind."""
         return self.root / next(key.name for key in self.keys if key.kind == kind)
 
 
@@ -113,8 +76,8 @@ def plan_caches(
     model: str,
     args: Mapping[str, Choice],
 ) -> CachePlan:
-    """The entries for this build, hardware, model and flags. Without a `build` (another
-    machine's plan) there are none.
+    """The entries for this build, hardware, model and flags. Another machine's plan has no `build`
+    and no entries.
     """
     root = cache / FOLDER
     if not build:
@@ -123,21 +86,23 @@ def plan_caches(
     flags = {
         name: _plain(choice.value) for name, choice in args.items() if name not in OUTSIDE_FLAGS
     }
-    own = {"model": _model(checkpoint, model), "flags": json.dumps(flags, sort_keys=True)}
-    return CachePlan(root, (CacheKey("kernels", shared), CacheKey("graphs", shared | own)))
+    model_parts = {"model": _model(checkpoint, model), "flags": json.dumps(flags, sort_keys=True)}
+    return CachePlan(root, (CacheKey("kernels", shared), CacheKey("graphs", shared | model_parts)))
 
 
 def architecture(target: Target, hardware: Hardware) -> str:
-    """What machine code depends on: GPU and compute capability, or the vector instructions of
-    the CPU.
+    """What machine code depends on: GPU and compute capability, or the CPU's vector
+    instructions.
     """
     if target.device == "cpu":
-        # Inductor's C++ is compiled for the instructions found here: on another CPU it would end in
+        # Inductor compiles C++ for this CPU's instructions; on another CPU the code could end with
         # SIGILL.
-        wide = sorted(
+        vector_flags = sorted(
             flag for flag in hardware.cpu_flags if flag.startswith(("avx", "amx", "sve", "asimd"))
         )
-        return f"{hardware.cpu_arch} {hashlib.sha256(' '.join(wide).encode()).hexdigest()[:8]}"
+        return (
+            f"{hardware.cpu_arch} {hashlib.sha256(' '.join(vector_flags).encode()).hexdigest()[:8]}"
+        )
     gpus = {f"sm_{gpu.capability[0]}{gpu.capability[1]} {gpu.name}" for gpu in hardware.gpus}
     return ", ".join(sorted(gpus)) or target.name
 
@@ -158,7 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def cache_environment(caches: CachePlan, target: Target) -> Choices:
-    """Variables that put everything compiled into the plan's entries."""
+    """Variables that direct all compiled code into the plan's entries."""
     if not caches.keys:
         return {}
     kernels, graphs = caches.folder("kernels"), caches.folder("graphs")
@@ -169,8 +134,8 @@ def cache_environment(caches: CachePlan, target: Target) -> Choices:
         "VLLM_CACHE_ROOT": Choice(
             str(graphs / "vllm"), source, f"{own}: torch.compile, autotune results"
         ),
-        # vllm 0.32 compilation/decorators.py:580 moves its own; this is for what compiles outside
-        # the model.
+        # vLLM moves its own folder (vllm 0.32 compilation/decorators.py:580); this one is for code
+        # that is compiled outside of the model.
         "TORCHINDUCTOR_CACHE_DIR": Choice(
             str(graphs / "inductor"), source, f"{own}: torch.compile outside vLLM"
         ),
@@ -188,8 +153,8 @@ def cache_environment(caches: CachePlan, target: Target) -> Choices:
     return env
 
 
-# What docker/Dockerfile.* set below NIBBLE_CACHE_DIR: nibble's defaults for whatever else runs in
-# the image, not the user's. docker/start.sh calls them untouched.
+# Folders below NIBBLE_CACHE_DIR that docker/Dockerfile.* set for other programs in the image.
+# docker/start.sh compares with them too: these values are not the user's.
 _IMAGE_FOLDERS = {
     "VLLM_CACHE_ROOT": "vllm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",

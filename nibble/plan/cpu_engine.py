@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from nibble.machine.targets import Target
 from nibble.plan.choice import OURS, Choice, Choices
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 from nibble.plan.topology import BACKEND, Topology
 
 ONE_PROCESS = (
@@ -38,13 +38,13 @@ def is_one_process(
     )
 
 
-def cpu_environment(parts: Ingredients, args: Mapping[str, object], topology: Topology) -> Choices:
+def cpu_environment(inputs: PlanInputs, args: Mapping[str, object], topology: Topology) -> Choices:
     """Variables for one process with all cores; none where vLLM's worker process stays."""
-    if not is_one_process(parts.target, args, parts.environ, topology):
+    if not is_one_process(inputs.target, args, inputs.environ, topology):
         return {}
     together = "engine and worker are one process: no core is kept for waiting"
     forked = "the engine forks from the server, which has imported all modules"
     found = {ONE_PROCESS: Choice("0", OURS, together), START_METHOD: Choice("fork", OURS, forked)}
-    if cores := parts.hardware.compute:
+    if cores := inputs.hardware.compute:
         found[THREADS] = Choice(str(cores.threads), OURS, f"one for each of {cores.reason}")
     return found

@@ -1,4 +1,4 @@
-"""Replaces Hub ids in a plan by folders on this disk: vLLM then needs no network."""
+"""Fetches draft and tokenizer of a plan, so that vLLM needs no network."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from nibble.plan.plan import Plan
 
 
 class Fetch(Protocol):
-    """Brings a model to this disk: (id, revision, vLLM's load format) -> its folder."""
+    """Fetches a model: (id, revision, vLLM's load format) -> its folder."""
 
     def __call__(self, model: str, revision: str | None, load_format: str = "auto") -> Path: ...
 
 
 def fetch_files(plan: Plan, folder: Path | None, fetch: Fetch) -> LocalFiles:
-    """`folder` (None: the model is local already), and the folders of a draft and a tokenizer.
+    """Fetch a draft and a tokenizer that are on the Hub; their folders, as inputs of the next plan.
 
-    They are ingredients of the next plan.
+    `folder` is the model's, None if the model is a local folder already.
     """
-    others: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     names = on_hub(plan.args)
     if (name := names.get("--speculative-config")) is not None:
         draft = plan.args["--speculative-config"].value
         if folder is not None and name == plan.settings.model:
-            others[name] = folder
+            folders[name] = folder
         else:
-            others[name] = fetch(name, draft.get("revision"))
+            folders[name] = fetch(name, draft.get("revision"))
     if (name := names.get("--tokenizer")) is not None:
-        others[name] = fetch(name, None)
-    return LocalFiles(folder, others)
+        folders[name] = fetch(name, None)
+    return LocalFiles(folder, folders)

@@ -13,22 +13,21 @@ from nibble.settings.sources import Loaded
 # Ten photographs of 9 MB, or a minute of video, in base64.
 MEDIA_BODY_BYTES = 128 << 20
 _MEDIA_KEYS = (
-    "vision_config",
-    "vision_encoder",
-    "audio_config",
-    "audio_encoder_config",
-    "encoder_config",
+    *("vision_config", "vision_encoder", "audio_config"),
+    *("audio_encoder_config", "encoder_config"),
 )
 
 
 def limits_environment(loaded: Loaded, checkpoint: Checkpoint | None) -> Choices:
-    """What the user set, and always the size of a body, whose default hangs on the model."""
-    found: Choices = {}
+    """The limits that the user set, and always the size of a body, whose default depends on the
+    model.
+    """
+    limits: Choices = {}
     for field in fields(RequestLimits):
         origin, value = loaded.origins[field.name], getattr(loaded.settings, field.name)
         if value is not None and origin.layer != "default":
-            found[options()[field.name].env[0]] = Choice(str(value), str(origin))
-    return {"NIBBLE_MAX_BODY_BYTES": _body_bytes(checkpoint)} | found
+            limits[options()[field.name].env[0]] = Choice(str(value), str(origin))
+    return {"NIBBLE_MAX_BODY_BYTES": _body_bytes(checkpoint)} | limits
 
 
 def _body_bytes(checkpoint: Checkpoint | None) -> Choice:
@@ -39,4 +38,4 @@ def _body_bytes(checkpoint: Checkpoint | None) -> Choice:
         )
     if checkpoint.has_vision or any(checkpoint.config.get(key) for key in _MEDIA_KEYS):
         return Choice(str(MEDIA_BODY_BYTES), source, "the model takes images, audio or video")
-    return Choice(str(TEXT_BODY_BYTES), source, "the model takes text alone")
+    return Choice(str(TEXT_BODY_BYTES), source, "the model takes only text")

@@ -1,4 +1,4 @@
-"""All that a plan is made of, already read. Pure."""
+"""Everything that a plan is made from, already read. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nibble.settings.sources import Loaded
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Folders of what was fetched from the Hub: the model, and others by their Hub id."""
+    """Folders that were fetched from the Hub: the model's, and others by their Hub id."""
 
     model: Path | None = None
     others: Mapping[str, Path] = field(default_factory=dict)
@@ -30,9 +30,9 @@ class LocalFiles:
 
 
 @dataclass(frozen=True)
-class Ingredients:
-    """All a plan is made of. `cli_flags` and `extra_flags` are vLLM flags in the form of
-    `vllm_args`.
+class PlanInputs:
+    """Everything that a plan is made from. `cli_flags` and `extra_flags` are vLLM flags as
+    `engine/flags.py` reads them.
     """
 
     loaded: Loaded
@@ -49,19 +49,17 @@ class Ingredients:
     is_demo: bool = False
     tuned_configs: TunedConfigs | None = None
     rules: tuple[Rule, ...] = ()
-    # `compiled_id` of what is installed here (build_id.py); empty: a plan for another machine
+    # `compiled_id` of the installed packages (engine/installed.py); empty: another machine
     build: str = ""
     vllm: str = ""
-    can_compile: bool | None = None  # whether FlashInfer's compiler is here; None: not this machine
-    without_cpp_compiler: bool = False  # on the CPU, where torch.compile needs one
-    shm_free_bytes: int | None = None  # in /dev/shm; None: not this machine, or there is none
-    without_gpu_kernels: str = (
-        ""  # why nibble's cannot run here; empty also where that is not known
-    )
+    can_compile: bool | None = None  # this machine has FlashInfer's compiler; None: another machine
+    without_cpp_compiler: bool = False  # on the CPU torch.compile needs one
+    shm_free_bytes: int | None = None  # in /dev/shm; None: another machine, or no /dev/shm
+    without_gpu_kernels: str = ""  # why nibble's kernels cannot run here; empty if unknown
 
     @property
     def environ(self) -> dict[str, str]:
-        """What vLLM finds in its environment, but for the plan's own choices: the settings
-        file's below the user's.
+        """The environment that vLLM would get without the plan's choices. The user's variables win
+        over the settings file's.
         """
         return {**self.loaded.file_env, **self.accepted.environ}

@@ -1,6 +1,6 @@
 """--linear-kernel: which kernel multiplies NVFP4 weights with BF16 activations. Pure.
 
-The vLLM plugin is told `nibble` or nothing, which is vLLM's choice (nvfp4_options.py).
+The vLLM plugin gets `nibble`, or no value, which means vLLM's choice (nvfp4_options.py).
 """
 
 from __future__ import annotations
@@ -12,46 +12,47 @@ from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
 from nibble.engine.contract import CONFIG_KEY
 from nibble.plan.choice import Choice, Choices, values_of
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
 from nibble.plan.startup import SPECULATIVE
 from nibble.recipes.rules import in_effect
 
-# Rows: up to the first nibble's kernel was the faster one in every product that was measured, with
-# the second slower on average.
+# Rows of a product. Up to MOST_ROWS nibble's kernel was faster in every measured product; with
+# TOO_MANY_ROWS it was slower on average.
 MOST_ROWS, TOO_MANY_ROWS = 16, 24
 CROSSOVER = (
     f"on an H200 nibble's kernel is faster than vLLM's choice up to {MOST_ROWS} rows and slower"
     f" with {TOO_MANY_ROWS} (benchmarks/results/nvfp4_linear_h200.json)"
 )
-# Where it has run; without a product of FP4 there, W4A4 is served weight-only, too
+# Targets on which nibble's kernel has run. They have no FP4 products, so W4A4 is served
+# weight-only.
 TARGETS = ("hopper",)
-ROW_MULTIPLE = (
-    8  # of a weight's rows on each GPU, kernels/src/nibble_kernels/nvfp4_linear/weight.py
-)
+# Of a weight's rows on each GPU: kernels/src/nibble_kernels/nvfp4_linear/weight.py.
+ROW_MULTIPLE = 8
 
 
-def choose_linear_kernel(parts: Ingredients, args: Mapping[str, Choice]) -> Choice | None:
-    """`vllm` or `nibble`, and why; None on the CPU and for a checkpoint that is not NVFP4.
-    `args` are all that matter to it.
-    """
-    checkpoint = parts.checkpoint
-    if parts.target.device != "cuda" or not _may_be_nvfp4(checkpoint):
+def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
+    """`vllm` or `nibble` with the reason; None on the CPU and for a checkpoint without NVFP4."""
+    checkpoint = inputs.checkpoint
+    if inputs.target.device != "cuda" or not _may_be_nvfp4(checkpoint):
         return None
     values = {name: choice.value for name, choice in args.items()}
-    if "linear_kernel" in asked(values):
-        return Choice(asked(values)["linear_kernel"], args[FLAG].source, "set by the user")
-    if _has_only_nibbles(parts) and in_effect("--linear-backend", values) == "auto":
+    if (in_config := asked(values).get("linear_kernel")) is not None:
+        return Choice(in_config, args[FLAG].source, "set by the user")
+    if _must_be_ours(inputs) and in_effect("--linear-backend", values) == "auto":
         return Choice(
             "nibble", INVARIANT, "vLLM has no weight-only kernel with a fixed order of additions"
         )
-    wish, source = parts.loaded.settings.linear_kernel, str(parts.loaded.origins["linear_kernel"])
-    if wish != "auto":
-        return Choice(wish, source, "set by the user")
-    if obstacle := _obstacle(parts, values):
+    setting, source = (
+        inputs.loaded.settings.linear_kernel,
+        str(inputs.loaded.origins["linear_kernel"]),
+    )
+    if setting != "auto":
+        return Choice(setting, source, "set by the user")
+    if obstacle := _obstacle(inputs, values):
         return Choice("vllm", source, obstacle)
-    if is_batch_invariant(parts.environ):
+    if is_batch_invariant(inputs.environ):
         return Choice(
             "nibble",
             INVARIANT,
@@ -70,17 +71,17 @@ def _may_be_nvfp4(checkpoint: Checkpoint | None) -> bool:
     return checkpoint.scheme.is_nvfp4 or checkpoint.scheme.vllm_quantization == "quartet2"
 
 
-def _has_only_nibbles(parts: Ingredients) -> bool:
-    """Whether the plugin takes nibble's kernel by itself: weights alone, and results that may
-    not depend on the batch.
+def _must_be_ours(inputs: PlanInputs) -> bool:
+    """Whether the plugin takes nibble's kernel without a setting: for weight-only layers under
+    VLLM_BATCH_INVARIANT.
     """
-    if not is_batch_invariant(parts.environ) or parts.checkpoint is None:
+    if not is_batch_invariant(inputs.environ) or inputs.checkpoint is None:
         return False
-    return kernels_in_one_order(parts.checkpoint, parts.target) == {"nibble"}
+    return kernels_in_one_order(inputs.checkpoint, inputs.target) == {"nibble"}
 
 
 def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
-    """What tells the plugin, where it is not told yet."""
+    """The flag that selects the kernel in the plugin, unless `args` has one."""
     if chosen is None or chosen.value != "nibble":
         return {}
     if "linear_kernel" in asked(values_of(args)):
@@ -89,8 +90,8 @@ def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Ch
 
 
 def rows_of_a_step(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> int | None:
-    """The most rows of a decode step: a token and its drafts of each sequence. None where vLLM
-    decides, and for diffusion models, whose steps are whole canvases.
+    """The most rows of a decode step: one token and its drafts for each sequence. None if vLLM
+    decides the number, and for diffusion models, whose steps are whole canvases.
     """
     sequences, drafts = args.get("--max-num-seqs"), _drafts(args)
     is_diffusion = checkpoint is not None and checkpoint.config.get("canvas_length") is not None
@@ -100,29 +101,31 @@ def rows_of_a_step(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> in
 
 
 def _drafts(args: Mapping[str, Any]) -> int | None:
-    """Tokens drafted for each sequence; None where the draft's own configuration says it."""
+    """Tokens drafted for each sequence; None if only the draft's configuration has the number."""
     if not any(name in args for name in SPECULATIVE):
         return 0
     config = args.get("--speculative-config")
-    given = config if isinstance(config, Mapping) else {}
-    keys = {name.replace("-", "_"): value for name, value in given.items()}
-    found = args.get("--spec-tokens", keys.get("num_speculative_tokens"))
-    return None if found is None else int(found)
+    speculative = config if isinstance(config, Mapping) else {}
+    keys = {name.replace("-", "_"): value for name, value in speculative.items()}
+    drafts = args.get("--spec-tokens", keys.get("num_speculative_tokens"))
+    return None if drafts is None else int(drafts)
 
 
-def _obstacle(parts: Ingredients, args: Mapping[str, Any]) -> str:
-    """Why it is not to be nibble's kernel, however few rows there are; or nothing."""
-    checkpoint, target = parts.checkpoint, parts.target
+def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
+    """Why `auto` does not take nibble's kernel, regardless of the rows; empty if nothing prevents
+    it.
+    """
+    checkpoint, target = inputs.checkpoint, inputs.target
     if target.name not in TARGETS:
         return f"nibble's kernel is tested only on {' and '.join(TARGETS)}"
     if (backend := in_effect("--linear-backend", args)) != "auto":
         return f"--linear-backend {backend} names another kernel"
-    if parts.without_gpu_kernels:
-        return parts.without_gpu_kernels
+    if inputs.without_gpu_kernels:
+        return inputs.without_gpu_kernels
     if checkpoint is None:
         return "the checkpoint is unknown until pull"
     if checkpoint.scheme.vllm_quantization == "quartet2":
-        return ""  # each product's rows are columns of another one, whole groups of 16 on every GPU
+        return ""  # rows of a product are columns of another one: multiples of 16 on every GPU
     if checkpoint.weights is None:
         return ""
     dense = dense_weights(checkpoint.nvfp4)

@@ -1,8 +1,9 @@
-"""`--model-loader-extra-config`: vLLM checks for empty weights of a suspect checkpoint. Pure.
+"""`--model-loader-extra-config`: vLLM checks a suspect checkpoint for empty weights. Pure.
 
-vLLM 0.32 does that by default for unquantized models only; for others it serves what happens to be
-in memory (model_loader/default_loader.py:507). nibble's plugin looks in every model, at parts of
-fused weights too (whole_load.py); this flag is for a vLLM without it, which compares names alone.
+vLLM 0.32 does that by default for unquantized models only. For others it serves whatever the memory
+contains (model_loader/default_loader.py:507). nibble's plugin checks every model, including parts
+of fused weights (whole_load.py). This flag is for a vLLM without the plugin; it compares names
+only.
 """
 
 from __future__ import annotations
@@ -14,21 +15,16 @@ from nibble.checkpoint.missing import some_of
 from nibble.plan.choice import OURS, Choice, Choices
 
 FLAG, KEY = "--model-loader-extra-config", "enable_weights_track"
-# Those of vLLM's default loader; the others refuse the key (vllm 0.32 model_loader/__init__.py:50).
+# Formats of vLLM's default loader; other loaders refuse the key (vllm 0.32
+# model_loader/__init__.py:50).
 _FORMATS = (
-    "auto",
-    "fastsafetensors",
-    "hf",
-    "instanttensor",
-    "mistral",
-    "npcache",
-    "pt",
-    "safetensors",
+    *("auto", "fastsafetensors", "hf", "instanttensor"),
+    *("mistral", "npcache", "pt", "safetensors"),
 )
 
 
 def load_check_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag, into which the user's own keys are merged, or nothing."""
+    """The flag if the checkpoint seems to lack weights; the user's keys stay."""
     if checkpoint is None or not checkpoint.missing:
         return {}
     given, load_format = args.get(FLAG), args.get("--load-format")
@@ -43,10 +39,12 @@ def load_check_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
 def load_check_notices(
     checkpoint: Checkpoint | None, args: Mapping[str, Choice]
 ) -> tuple[str, ...]:
-    """What seems to be missing, and whether vLLM will look."""
+    """A notice of what seems to be missing, and whether vLLM checks it."""
     if checkpoint is None or not checkpoint.missing:
         return ()
     given = args[FLAG].value if FLAG in args else None
-    looks = isinstance(given, Mapping) and given.get(KEY) is True
-    end = "vLLM ends the load if a weight stays empty" if looks else "vLLM does not check it"
-    return (f"{checkpoint.id} seems to lack {some_of(checkpoint.missing)}; {end}",)
+    is_checked = isinstance(given, Mapping) and given.get(KEY) is True
+    outcome = (
+        "vLLM ends the load if a weight stays empty" if is_checked else "vLLM does not check it"
+    )
+    return (f"{checkpoint.id} seems to lack {some_of(checkpoint.missing)}; {outcome}",)

@@ -1,10 +1,10 @@
-"""Tuned Triton MoE configurations for a GPU without its own: the nearest sibling's.
+"""Tuned Triton MoE configurations for a GPU that has none: those of the most similar GPU.
 
-vLLM 0.32 looks a file up by the GPU's exact product name (fused_moe.py:1089-1103), first in
-VLLM_TUNED_CONFIG_FOLDER (fused_moe.py:1135). Its wheel has some for RTX PRO 6000 Server and
-Workstation and none for Max-Q and RTX 5090. nibble makes a folder of links under this GPU's name
-and names it in that variable. Only experts that run in Triton read such files: BF16, FP8 and INT8
-ones. NVFP4 experts run in CUTLASS, FlashInfer, b12x or Marlin, which read none.
+vLLM 0.32 looks up a file by the GPU's exact product name (fused_moe.py:1089-1103), first in
+VLLM_TUNED_CONFIG_FOLDER (fused_moe.py:1135). Its wheel has files for RTX PRO 6000 Server and
+Workstation, but not for Max-Q and RTX 5090. nibble creates a folder of links under this GPU's name
+and sets the variable to it. Only experts that run in Triton read such files: BF16, FP8 and INT8.
+NVFP4 experts run in CUTLASS, FlashInfer, b12x or Marlin, which do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEVICE = re.compile(r"(?<=,device_name=).+?(?=,dtype=|,block_shape=|\.json$)")
 
 @dataclass(frozen=True)
 class TunedConfigs:
-    """The files an installed vLLM has: `folder` and the names in it."""
+    """The files of an installed vLLM: `folder` and the names in it."""
 
     folder: Path
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class TunedConfigs:
 
 @dataclass(frozen=True)
 class Alias:
-    """A folder to make: `links` maps a name with this GPU in it to a file of `configs`."""
+    """A folder to create. `links` maps a file name with this GPU's name to a file of `configs`."""
 
     configs: Path
     links: Mapping[str, str]
@@ -44,9 +44,7 @@ class Alias:
 
 
 def installed_configs() -> TunedConfigs | None:
-    """The configurations of the vLLM in this environment, without importing it; None where there
-    are none.
-    """
+    """The configurations of the installed vLLM, found without importing it; None without vLLM."""
     spec = find_spec("vllm")
     for place in (spec and spec.submodule_search_locations) or ():
         folder = Path(place, "model_executor", "layers", "fused_moe", "configs")
@@ -56,7 +54,7 @@ def installed_configs() -> TunedConfigs | None:
 
 
 def device_in_file_name(gpu: str) -> str:
-    """A GPU as vLLM writes it in these names (vllm 0.32 platform_utils.py:73,
+    """A GPU's name as vLLM writes it in file names (vllm 0.32 platform_utils.py:73,
     fused_moe.py:1092).
     """
     name = re.sub(r"[\s/]+", "_", gpu)
@@ -64,10 +62,10 @@ def device_in_file_name(gpu: str) -> str:
 
 
 def reads_tuned_configs(checkpoint: Checkpoint, args: Mapping[str, Any]) -> bool:
-    """Whether experts of this checkpoint may run in Triton, and the variable changes nothing else.
+    """Whether experts of this checkpoint may run in Triton, and the variable has no other effect.
 
-    With LoRA it would: vLLM 0.32 lora/layers/fused_moe.py:146 takes other kernel defaults whenever
-    it is set.
+    With LoRA it has: vLLM 0.32 lora/layers/fused_moe.py:146 takes other kernel defaults if it is
+    set.
     """
     scheme = checkpoint.scheme
     only_nvfp4 = scheme.is_nvfp4 and scheme.name != "MIXED_PRECISION"
@@ -82,26 +80,22 @@ def choose_alias(
     hardware: Hardware,
     target: Target,
     checkpoint: Checkpoint | None,
-    found: TunedConfigs | None,
+    configs: TunedConfigs | None,
     args: Mapping[str, Any],
     cache: Path,
 ) -> Alias | None:
-    """The folder for the machine that is here and this checkpoint; an assumed GPU has no product
-    name.
-    """
-    if hardware.assumed or not hardware.gpus or checkpoint is None or found is None:
+    """The folder for this machine and checkpoint, or None. An assumed GPU has no product name."""
+    if hardware.assumed or not hardware.gpus or checkpoint is None or configs is None:
         return None
     if not reads_tuned_configs(checkpoint, args):
         return None
-    return find_alias(hardware.gpus[0].name, target, found, cache)
+    return find_alias(hardware.gpus[0].name, target, configs, cache)
 
 
-def find_alias(gpu: str, target: Target, found: TunedConfigs, cache: Path) -> Alias | None:
-    """The folder for the GPU called `gpu`; None where it has tuned files, or no known
-    sibling of its capability has.
-    """
+def find_alias(gpu: str, target: Target, configs: TunedConfigs, cache: Path) -> Alias | None:
+    """The folder for the GPU `gpu`; None if vLLM has files for it, or for no similar GPU."""
     device, model = device_in_file_name(gpu), target.gpu_model(gpu)
-    by_device = _by_device(found.names)
+    by_device = _by_device(configs.names)
     if model is None or device in by_device:
         return None
     siblings = _siblings(model, target, by_device)
@@ -115,18 +109,17 @@ def find_alias(gpu: str, target: Target, found: TunedConfigs, cache: Path) -> Al
     shown = ", ".join(f"{sibling} ({count} SMs)" for sibling, count in counts.items())
     reason = (
         f"vLLM has no MoE tuning for {device} ({model.sm_count} SMs): nibble uses that of"
-        f" {shown}; unmeasured"
-        " here"
+        f" {shown}; unmeasured here"
     )
-    return Alias(found.folder, links, cache / "moe-configs" / device, reason)
+    return Alias(configs.folder, links, cache / "moe-configs" / device, reason)
 
 
 def _by_device(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_device: dict[str, list[str]] = {}
     for name in names:
         if match := _DEVICE.search(name):
-            found.setdefault(match[0], []).append(name)
-    return found
+            by_device.setdefault(match[0], []).append(name)
+    return by_device
 
 
 def _model(target: Target, device: str) -> GpuModel | None:
@@ -134,14 +127,14 @@ def _model(target: Target, device: str) -> GpuModel | None:
 
 
 def _siblings(model: GpuModel, target: Target, devices: Iterable[str]) -> list[str]:
-    """Devices of the same capability, and so the same shared memory, whose SM count is nearest;
+    """Devices of the same capability (and so the same shared memory) with the nearest SM count; the
     nearest bandwidth first.
     """
-    models = {device: found for device in devices if (found := _model(target, device))}
+    models = {device: other for device in devices if (other := _model(target, device))}
     same = {
-        device: found for device, found in models.items() if found.capability == model.capability
+        device: other for device, other in models.items() if other.capability == model.capability
     }
-    distance = {device: abs(found.sm_count - model.sm_count) for device, found in same.items()}
+    distance = {device: abs(other.sm_count - model.sm_count) for device, other in same.items()}
     nearest = [device for device, steps in distance.items() if steps == min(distance.values())]
     return sorted(
         nearest,
@@ -153,14 +146,14 @@ def _siblings(model: GpuModel, target: Target, devices: Iterable[str]) -> list[s
 
 
 def make_folder(alias: Alias) -> None:
-    """Make the folder hold exactly the alias's links. Raises OSError where it cannot be written."""
+    """Make the folder contain exactly the alias's links. Raises OSError if it cannot be written."""
     alias.folder.mkdir(parents=True, exist_ok=True)
     for name, source in alias.links.items():
-        # Another server may start from the same cache
-        step = alias.folder / f".{name}.{os.getpid()}"
-        step.unlink(missing_ok=True)
-        step.symlink_to(alias.configs / source)
-        step.replace(alias.folder / name)
+        # Atomic, because another server may start from the same cache.
+        link = alias.folder / f".{name}.{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(alias.configs / source)
+        link.replace(alias.folder / name)
     for path in alias.folder.glob("[!.]*"):
         if path.name not in alias.links:
             path.unlink(missing_ok=True)

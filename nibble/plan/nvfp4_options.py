@@ -1,7 +1,7 @@
 """NVFP4 options for nibble's vLLM plugin: activations, output head, kernels, scale mode. Pure.
 
-The plugin reads them from vLLM's own `--additional-config` (engine/contract.py). Here is which
-models and targets rule them out.
+The plugin reads them from vLLM's `--additional-config` (engine/contract.py). This module refuses
+options that a model or target rules out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ REASON = "for nibble's vLLM plugin"
 
 
 def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the plugin will be told, by option."""
+    """The plugin's options in vLLM's flags: name -> value."""
     return given_options(args.get(FLAG))
 
 
 def check_is_object(args: Mapping[str, Any]) -> None:
-    """Raise CONFIG where --additional-config holds no JSON object, into which nibble writes."""
+    """Raise CONFIG if --additional-config is not a JSON object: nibble adds keys to it."""
     if not isinstance(given := args.get(FLAG, {}), Mapping):
         raise NibbleError(
             ExitCode.CONFIG,
@@ -40,14 +40,14 @@ def check_is_object(args: Mapping[str, Any]) -> None:
 
 def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Flags) -> None:
     """Raise CONFIG for an option that this model or target rules out."""
-    wanted = asked(flags.plain)
+    plugin_options = asked(flags.plain)
     for part in ("linear", "moe"):
-        if wanted.get(f"{part}_kernel") == "nibble":
+        if plugin_options.get(f"{part}_kernel") == "nibble":
             _check_our_kernel(part, checkpoint, target, flags)
     if checkpoint is None:
         return
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
-    if "act_scale_mode" in wanted and not is_quartet2:
+    if "act_scale_mode" in plugin_options and not is_quartet2:
         what = (
             f"NIBBLE_ACT_SCALE_MODE needs CloverLM, but {checkpoint.id} is {checkpoint.scheme.name}"
         )
@@ -55,7 +55,7 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
         raise NibbleError(
             ExitCode.CONFIG, what=what, expected="a checkpoint of Quartet II", action=action
         )
-    if wanted.get("nvfp4_activations") == "bf16" and not (
+    if plugin_options.get("nvfp4_activations") == "bf16" and not (
         checkpoint.scheme.is_nvfp4 or is_quartet2
     ):
         what = (
@@ -64,7 +64,7 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
         )
         action = "unset NIBBLE_NVFP4_ACTIVATIONS or drop --nvfp4-activations"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="an NVFP4 checkpoint", action=action)
-    if wanted.get("quantize_lm_head") == "nvfp4" and (problem := _head_problem(checkpoint)):
+    if plugin_options.get("quantize_lm_head") == "nvfp4" and (problem := _head_problem(checkpoint)):
         what = f"the output head of {checkpoint.id} cannot be quantized: {problem}"
         action = "unset NIBBLE_QUANTIZE_LM_HEAD or drop --quantize-lm-head"
         raise NibbleError(
@@ -78,49 +78,51 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
 def _check_our_kernel(
     part: str, checkpoint: Checkpoint | None, target: Target, flags: Flags
 ) -> None:
-    """`part`: linear or moe."""
+    """Raise CONFIG if nibble's kernel cannot run `part`, which is "linear" or "moe"."""
     option = f"NIBBLE_{part.upper()}_KERNEL"
-    off, ours = f"unset {option} or drop --{part}-kernel", f"{option}=nibble"
+    unset_it, option_set = f"unset {option} or drop --{part}-kernel", f"{option}=nibble"
     if target.device != "cuda":
-        what = f"{ours} needs an NVIDIA GPU; on the CPU nibble's kernel runs without it"
-        raise NibbleError(ExitCode.CONFIG, what=what, expected="a GPU target", action=off)
+        what = f"{option_set} needs an NVIDIA GPU; on the CPU nibble's kernel runs without it"
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="a GPU target", action=unset_it)
     if (backend := in_effect(f"--{part}-backend", flags.plain)) != "auto":
         kernel = flags.origin(FLAG, "nibble", f"{part}_kernel")
         what = (
-            f"{ours} ({kernel.source if kernel else OURS}) and --{part}-backend {backend}"
+            f"{option_set} ({kernel.source if kernel else OURS}) and --{part}-backend {backend}"
             f" ({source_of(f'--{part}-backend', flags)}) name two kernels"
         )
-        raise NibbleError(ExitCode.CONFIG, what=what, expected="one of them", action=off)
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="one of them", action=unset_it)
     if checkpoint is None:
         return
     scheme = checkpoint.scheme
     if not (scheme.is_nvfp4 or (part == "linear" and scheme.vllm_quantization == "quartet2")):
-        what = f"{ours} needs an NVFP4 checkpoint, but {checkpoint.id} is {scheme.name}"
-        raise NibbleError(ExitCode.CONFIG, what=what, expected="an NVFP4 checkpoint", action=off)
+        what = f"{option_set} needs an NVFP4 checkpoint, but {checkpoint.id} is {scheme.name}"
+        raise NibbleError(
+            ExitCode.CONFIG, what=what, expected="an NVFP4 checkpoint", action=unset_it
+        )
     if part == "moe" and not checkpoint.num_experts:
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"{ours} needs experts, but {checkpoint.id} has none",
+            what=f"{option_set} needs experts, but {checkpoint.id} has none",
             expected="a mixture of experts",
-            action=off,
+            action=unset_it,
         )
     is_weight_only = (
         asked(flags.plain).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
     )
     if target.features.has_fp4_mma and not is_weight_only:
         what = (
-            f"{ours} keeps activations in BF16, but {checkpoint.id} has them in FP4 on"
+            f"{option_set} keeps activations in BF16, but {checkpoint.id} has them in FP4 on"
             f" {target.name}"
         )
-        action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {off}"
+        action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {unset_it}"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="activations in BF16", action=action)
 
 
 def with_served_activations(
     checkpoint: Checkpoint | None, args: Mapping[str, Any]
 ) -> Checkpoint | None:
-    """The checkpoint with the activations it is served with: what is known about W4A4 kernels is
-    then about W4A16.
+    """The checkpoint with the activations that the server uses. Rules about W4A4 kernels then
+    become rules about W4A16.
     """
     if checkpoint is None or asked(args).get("nvfp4_activations") != "bf16":
         return checkpoint
@@ -132,7 +134,7 @@ def with_served_activations(
 
 
 def _head_problem(checkpoint: Checkpoint) -> str:
-    """Why it cannot, or nothing."""
+    """Why the output head cannot be quantized; empty if it can."""
     heads = [name for name in checkpoint.tensors if name.split(".")[-2:-1] == ["lm_head"]]
     stored = next(
         (
@@ -142,12 +144,10 @@ def _head_problem(checkpoint: Checkpoint) -> str:
         ),
         None,
     )
-    if is_tied(checkpoint) or (checkpoint.tensors and stored is None):
-        return (
-            "it is the embedding (tie_word_embeddings)"
-            if is_tied(checkpoint)
-            else "the checkpoint has no separate one"
-        )
+    if is_tied(checkpoint):
+        return "it is the embedding (tie_word_embeddings)"
+    if checkpoint.tensors and stored is None:
+        return "the checkpoint has no separate one"
     if stored is not None and stored not in ("BF16", "F16", "F32"):
         return f"it is quantized already ({stored})"
     if checkpoint.hidden_size is not None and checkpoint.hidden_size % GROUP_SIZE:
@@ -156,17 +156,17 @@ def _head_problem(checkpoint: Checkpoint) -> str:
 
 
 def is_tied(checkpoint: Checkpoint) -> bool:
-    """Whether embedding and output head are one weight, by config.json: the text model's key
-    counts before the outer one.
+    """Whether embedding and output head are one weight by config.json. The text model's key wins
+    over the outer one.
     """
     for config in (checkpoint.text_config, checkpoint.config):
-        if isinstance(found := config.get("tie_word_embeddings"), bool):
-            return found
+        if isinstance(tied := config.get("tie_word_embeddings"), bool):
+            return tied
     return False
 
 
 def source_of(flag: str, flags: Flags) -> str:
-    """Who sets a flag, itself or as a key of a JSON-valued one."""
+    """The source of a flag's value, also if it is a key of a JSON flag."""
     outer, key = NESTED.get(flag, ("", ""))
-    found = flags.get(flag) or (flags.origin(outer, key) if outer else None)
-    return found.source if found is not None else OURS
+    choice = flags.get(flag) or (flags.origin(outer, key) if outer else None)
+    return choice.source if choice is not None else OURS

@@ -1,9 +1,9 @@
-"""VLLM_BATCH_INVARIANT on a GPU: NVFP4 kernels with a fixed order of additions. Pure.
+"""VLLM_BATCH_INVARIANT on a GPU: NVFP4 kernels that add in a fixed order. Pure.
 
-vLLM takes its own of them whatever backend is named, and for weights alone nibble's plugin takes
-nibble's (vllm 0.32 kernels/linear/__init__.py:1145,
-nibble/engine/plugin/kernels.py). Another that is named would end the start after
-the load, when what ran is compared.
+vLLM takes its own such kernels whatever backend a flag names. For weight-only layers nibble's
+plugin takes nibble's kernel (vllm 0.32 kernels/linear/__init__.py:1145,
+nibble/engine/plugin/kernels.py). With another backend in a flag, the start would end after the
+load, when nibble compares the kernels that ran.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nibble.engine.contract import BATCH_INVARIANT as INVARIANT
 from nibble.engine.contract import GPU_LINEAR
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import asked
 from nibble.recipes.rules import in_effect
 
@@ -26,32 +26,37 @@ NAMES = {"nibble": "nibble's kernel", "cutlass": "CUTLASS", "emulation": "vLLM's
 
 
 def is_batch_invariant(environ: Mapping[str, str]) -> bool:
-    """Whether vLLM has to compute results that do not depend on the batch."""
+    """Whether results must not depend on the batch."""
     return environ.get(INVARIANT, "0").strip() not in ("", "0")
 
 
-def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
-    """Raise CONFIG where a kernel is named that does not add in one order, and where the one
-    that does is not here.
+def check_one_order(inputs: PlanInputs, args: Mapping[str, Any]) -> None:
+    """Raise CONFIG if a flag names a kernel without a fixed order, or if the required kernel is not
+    installed.
     """
-    checkpoint = parts.checkpoint
-    if checkpoint is None or parts.target.device != "cuda" or not is_batch_invariant(parts.environ):
+    checkpoint = inputs.checkpoint
+    if (
+        checkpoint is None
+        or inputs.target.device != "cuda"
+        or not is_batch_invariant(inputs.environ)
+    ):
         return
     if asked(args).get("moe_kernel") == "nibble":
         what = (
-            f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, but its sums depend on the"
-            f" number of"
-            " tokens"
+            f"NIBBLE_MOE_KERNEL=nibble is set with {INVARIANT}, but its sums depend on the number"
+            " of tokens"
         )
         action = f"unset NIBBLE_MOE_KERNEL or drop --moe-kernel, or unset {INVARIANT}"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's experts", action=action)
     kernels = (
-        kernels_in_one_order(checkpoint, parts.target) if _may_have_layers(checkpoint) else set()
+        kernels_in_one_order(checkpoint, inputs.target)
+        if _may_have_nvfp4_layers(checkpoint)
+        else set()
     )
-    if "nibble" in kernels and parts.without_gpu_kernels:
+    if "nibble" in kernels and inputs.without_gpu_kernels:
         what = (
             f"{INVARIANT} needs nibble's kernel for the NVFP4 weights of {checkpoint.id}:"
-            f" {parts.without_gpu_kernels}"
+            f" {inputs.without_gpu_kernels}"
         )
         raise NibbleError(
             ExitCode.CONFIG,
@@ -61,10 +66,10 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
         )
     backend = in_effect("--linear-backend", args)
     if kernels and backend != "auto" and kernels != {backend}:
-        takes = " and ".join(NAMES[name] for name in sorted(kernels))
+        required = " and ".join(NAMES[name] for name in sorted(kernels))
         what = (
-            f"--linear-backend {backend} is set with {INVARIANT}, which needs {takes} for the NVFP4"
-            f" layers of {checkpoint.id}"
+            f"--linear-backend {backend} is set with {INVARIANT}, which needs {required} for the"
+            f" NVFP4 layers of {checkpoint.id}"
         )
         action = (
             "drop --linear-backend, or override a recipe's with `--linear-backend auto`, or unset"
@@ -74,8 +79,8 @@ def check_one_order(parts: Ingredients, args: Mapping[str, Any]) -> None:
 
 
 def kernels_in_one_order(checkpoint: Checkpoint, target: Target) -> set[str]:
-    """What vLLM and the plugin take for a checkpoint's linear layers, as --linear-backend calls
-    it; `nibble` it does not know.
+    """The kernels that vLLM and the plugin take for a checkpoint's linear layers, as values of
+    --linear-backend. `nibble` is not one of vLLM's values.
     """
     scheme, has_product = checkpoint.scheme, target.features.has_fp4_mma
     if scheme.vllm_quantization == "quartet2":
@@ -88,7 +93,7 @@ def kernels_in_one_order(checkpoint: Checkpoint, target: Target) -> set[str]:
     return four_bits | ({"nibble"} if "bf16" in scheme.activations else set())
 
 
-def _may_have_layers(checkpoint: Checkpoint) -> bool:
-    """Whether linear layers are NVFP4, as far as is known, or become so (Quartet II)."""
+def _may_have_nvfp4_layers(checkpoint: Checkpoint) -> bool:
+    """Whether linear layers are NVFP4 or may be; Quartet II's become NVFP4 at load."""
     becomes = checkpoint.scheme.vllm_quantization == "quartet2"
     return becomes or checkpoint.weights is None or bool(dense_weights(checkpoint.nvfp4))

@@ -1,4 +1,4 @@
-"""`--linear-kernel nibble` and `--moe-kernel nibble` over a lower layer's backend. Pure."""
+"""`--linear-kernel nibble` and `--moe-kernel nibble` over a backend of a lower layer. Pure."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from nibble.plan.situation import Decision, Situation
 
 
 def yield_to_our_kernels(situation: Situation) -> Decision:
-    """A backend that a recipe or a target names gives way to the kernel that the user names.
+    """Replace a backend of a recipe or a target by `auto` if the user selects nibble's kernel.
 
-    A rule's backend does not: that pair is refused, as it is when both are typed.
+    A backend that a rule forces stays: that pair is refused, as if the user had typed both.
     """
     flags: dict[str, Choice] = {}
     notices: list[str] = []
     for part in ("linear", "moe"):
         backend = f"--{part}-backend"
-        kernel, given = (
-            situation.flags.origin(FLAG, "nibble", f"{part}_kernel"),
-            situation.flags.get(backend),
-        )
-        if kernel is None or given is None or given.value == "auto":
+        kernel = situation.flags.origin(FLAG, "nibble", f"{part}_kernel")
+        named = situation.flags.get(backend)
+        if kernel is None or named is None or named.value == "auto":
             continue
-        if kernel.value["nibble"][f"{part}_kernel"] != "nibble" or given.layer > Layer.RECIPE:
+        if kernel.value["nibble"][f"{part}_kernel"] != "nibble" or named.layer > Layer.RECIPE:
             continue
-        if kernel.layer <= given.layer or _is_forced(situation, backend):
+        if kernel.layer <= named.layer or _is_forced(situation, backend):
             continue
-        reason = f"--{part}-kernel nibble in place of the {given.source}'s {given.value}"
+        reason = f"--{part}-kernel nibble in place of the {named.source}'s {named.value}"
         flags[backend] = Choice("auto", kernel.source, reason, kernel.layer)
         notices.append(f"{backend} auto ({kernel.source}): {reason}")
     return Decision(flags, notices=tuple(notices))

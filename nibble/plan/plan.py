@@ -1,4 +1,4 @@
-"""The plan: every value nibble will use, where it came from and why. Pure data."""
+"""The plan: every value that nibble uses, its source and its reason. Pure data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from nibble.settings.options import Settings, options
 
 GIB = 1 << 30
 
-# model_hosting_container_standards, a dependency of vLLM, puts code these name outside the gate.
+# vLLM's dependency model_hosting_container_standards loads code that these variables name, outside
+# of nibble's gate.
 WRAPPING_PREFIXES = (
-    "CUSTOM_FASTAPI_",
-    "CUSTOM_PRE_PROCESS",
-    "CUSTOM_POST_PROCESS",
-    "CUSTOM_SCRIPT_FILENAME",
+    *("CUSTOM_FASTAPI_", "CUSTOM_PRE_PROCESS"),
+    *("CUSTOM_POST_PROCESS", "CUSTOM_SCRIPT_FILENAME"),
 )
 
 
@@ -57,33 +56,31 @@ class Plan:
 
     @property
     def revision(self) -> str | None:
-        """The commit, branch or tag to fetch."""
-        found = self.args.get("--revision")
-        return str(found.value) if found else None
+        """The commit, branch or tag to fetch, or None."""
+        choice = self.args.get("--revision")
+        return str(choice.value) if choice else None
 
     @property
     def memory_limits(self) -> Limits:
-        """Where the watchdog acts."""
-        asked = self.settings.memory_reserve_gib
-        asked_bytes = None if asked is None else int(asked * GIB)
-        return limits(
-            host_reserve_bytes(self.target, self.hardware.memory_total_bytes, asked_bytes)
-        )
+        """The limits of host memory at which the watchdog acts."""
+        reserve_gib = self.settings.memory_reserve_gib
+        reserve_bytes = None if reserve_gib is None else int(reserve_gib * GIB)
+        total_bytes = self.hardware.memory_total_bytes
+        return limits(host_reserve_bytes(self.target, total_bytes, reserve_bytes))
 
     def argv(self) -> list[str]:
-        """Words after `vllm`, without any secret."""
-        words = ["serve", self.model]
+        """The arguments of `vllm`, without any secret."""
+        arguments = ["serve", self.model]
         on_disk = self.checkpoint is not None and self.checkpoint.path is not None
         for name, choice in self.args.items():
-            if not (
-                on_disk and name in ("--revision", "--code-revision")
-            ):  # a folder has no revisions
-                words += write_flag(name, choice.value)
-        return words
+            # A folder has no revisions.
+            if not (on_disk and name in ("--revision", "--code-revision")):
+                arguments += write_flag(name, choice.value)
+        return arguments
 
     def vllm_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the vLLM process: what the user has, without secrets and names that
-        are ours alone.
+        """The environment of the vLLM process: the user's, without secrets and variables that only
+        nibble reads, and the plan's own.
         """
         withheld = {"VLLM_EXTRA_ARGS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
         for option in options().values():
@@ -99,7 +96,7 @@ class Plan:
         return kept | {name: str(choice.value) for name, choice in self.env.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for --json and /status; holds no secret."""
+        """Plain data for --json and /status, without secrets."""
         return {
             "model": self.model,
             "served_names": list(self.served_names),
@@ -127,7 +124,7 @@ def _describe_recipe(recipe: ResolvedRecipe | None) -> dict[str, Any] | None:
 
 
 def describe_checkpoint(checkpoint: Checkpoint | None, note: str) -> dict[str, Any]:
-    """The checkpoint as plain data; without one, only why."""
+    """The checkpoint as plain data, or the reason why it is unknown."""
     if checkpoint is None:
         return {"note": note}
     weights = checkpoint.weights

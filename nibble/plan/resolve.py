@@ -1,8 +1,9 @@
 """(settings, hardware, checkpoint, recipe, target) -> Plan.
 
-Deciders stand in one tuple and read one frozen situation; nothing else sets a flag. Refusals come
-after the last decider, on the flags that vLLM would get: what is refused when it is typed is
-refused when a rule or a recipe sets it. Nothing here reads a file, opens a socket or imports vllm.
+The deciders run in the order of one tuple and read a frozen situation. Nothing else sets a flag.
+Refusals run after the last decider, on the flags that vLLM gets, so a value is refused in the same
+way from a user, a rule or a recipe. This module reads no file, opens no socket and does not import
+vllm.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
 from nibble.plan.environment import decide_environment, on_hub
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 from nibble.plan.layers import read_layers
 from nibble.plan.linear_kernel import choose_linear_kernel, linear_kernel_flags
 from nibble.plan.load_check import load_check_flags, load_check_notices
@@ -44,21 +45,21 @@ from nibble.plan.validate import (
 GIB = 1 << 30
 
 
-def make_plan(parts: Ingredients) -> Plan:
+def make_plan(inputs: PlanInputs) -> Plan:
     """Decide every flag and variable, then refuse what cannot work. Raises NibbleError for
     contradictions.
     """
-    settings = parts.loaded.settings
+    settings = inputs.loaded.settings
     check_request(settings)
-    check_recipe(parts.recipe, parts.target)
-    situation = resolve(parts)
+    check_recipe(inputs.recipe, inputs.target)
+    situation = resolve(inputs)
     check(situation)
     return _assemble(situation)
 
 
-def resolve(parts: Ingredients) -> Situation:
-    """Each decider in its order."""
-    situation = Situation(parts, read_layers(parts))
+def resolve(inputs: PlanInputs) -> Situation:
+    """Read the layers and apply each decider in order."""
+    situation = Situation(inputs, read_layers(inputs))
     check_is_object(situation.values)
     for decide in DECIDERS:
         situation = situation.after(decide(situation))
@@ -66,54 +67,56 @@ def resolve(parts: Ingredients) -> Situation:
 
 
 def check(situation: Situation) -> None:
-    """Refuse what cannot work with the flags as they are now. Raises NibbleError."""
-    parts, served, values = situation.parts, situation.served, situation.values
-    check_nvfp4_options(parts.checkpoint, parts.target, situation.flags)
-    check_gemma4(parts.loaded.settings, parts.target, served.checkpoint, values, parts.can_compile)
-    check_api(values, parts.environ, situation.topology)
+    """Refuse what cannot work with the final flags. Raises NibbleError."""
+    inputs, served, values = situation.inputs, situation.served, situation.values
+    check_nvfp4_options(inputs.checkpoint, inputs.target, situation.flags)
+    check_gemma4(
+        inputs.loaded.settings, inputs.target, served.checkpoint, values, inputs.can_compile
+    )
+    check_api(values, inputs.environ, situation.topology)
     refuse_known_risks(situation)
     check_one_order(served, values)
 
 
-# --- deciders: each returns what it adds ---
+# --- deciders: each returns the flags and notices that it adds ---
 
 
 def _tensor_parallel(situation: Situation) -> Decision:
-    """Where it is unset: what the recipe's evidence used, else as many GPUs as the weights need,
-    else one.
+    """If unset: the number of GPUs in the recipe's evidence, else the smallest number that holds
+    the weights, else one.
     """
-    parts, args = situation.parts, situation.flags
+    inputs, args = situation.inputs, situation.flags
     sizes = ("--tensor-parallel-size", "--pipeline-parallel-size")
-    if any(size in args for size in sizes) or parts.target.device == "cpu":
+    if any(size in args for size in sizes) or inputs.target.device == "cpu":
         return Decision()
-    here = len(parts.hardware.gpus) // replicas_here(situation.values)
-    reported = parts.recipe.gpus if parts.recipe else None
-    if reported and 1 < reported <= here:
+    gpus_here = len(inputs.hardware.gpus) // replicas_here(situation.values)
+    reported = inputs.recipe.gpus if inputs.recipe else None
+    if reported and 1 < reported <= gpus_here:
         choice = Choice(reported, "recipe", f"the evidence is for {reported} GPUs", Layer.RECIPE)
         return Decision({"--tensor-parallel-size": choice})
-    total, _ = memory_bytes(parts.target, parts.hardware)
-    heads = parts.checkpoint.num_attention_heads if parts.checkpoint else None
+    total, _ = memory_bytes(inputs.target, inputs.hardware)
+    heads = inputs.checkpoint.num_attention_heads if inputs.checkpoint else None
     for gpus in (1, 2, 4, 8, 16):
-        weights = weights_bytes_per_gpu(parts.checkpoint, gpus)
-        if weights is None or total is None or not heads or gpus > here or heads % gpus:
+        weights = weights_bytes_per_gpu(inputs.checkpoint, gpus)
+        if weights is None or total is None or not heads or gpus > gpus_here or heads % gpus:
             break
         if weights < total * 0.85:  # the rest is for KV cache, graphs and workspaces
-            reason = f"{weights / GIB:.1f} GiB of weights a GPU of {total / GIB:.1f} GiB"
+            reason = f"{weights / GIB:.1f} GiB of weights on each GPU of {total / GIB:.1f} GiB"
             chosen = {"--tensor-parallel-size": Choice(gpus, OURS, reason)}
             return Decision(chosen if gpus > 1 else {})
     return Decision()
 
 
 def _cloverlm(situation: Situation) -> Decision:
-    return Decision(cloverlm_flags(situation.parts.checkpoint, situation.flags))
+    return Decision(cloverlm_flags(situation.inputs.checkpoint, situation.flags))
 
 
 def _topology(situation: Situation) -> Decision:
     flags = topology_flags(situation.topology)
     check_parallel(
-        situation.parts.checkpoint,
-        situation.parts.hardware,
-        situation.parts.target,
+        situation.inputs.checkpoint,
+        situation.inputs.hardware,
+        situation.inputs.target,
         situation.tensor_parallel,
         situation.topology,
     )
@@ -126,19 +129,19 @@ def _linear_kernel(situation: Situation) -> Decision:
 
 
 def _quantized_layers(situation: Situation) -> Decision:
-    return Decision(quantization_override(situation.parts.checkpoint, situation.flags))
+    return Decision(quantization_override(situation.inputs.checkpoint, situation.flags))
 
 
 def _load_check(situation: Situation) -> Decision:
-    checkpoint = situation.parts.checkpoint
+    checkpoint = situation.inputs.checkpoint
     flags = load_check_flags(checkpoint, situation.flags)
     notices = load_check_notices(checkpoint, situation.flags.add(flags))
     return Decision(flags, notices=notices)
 
 
 def _memory(situation: Situation) -> Decision:
-    # The arithmetic knows no cache that these models cannot have.
-    check_model(situation.parts.checkpoint, situation.parts.target, situation.values)
+    # First refuse a KV cache that this model cannot have: the arithmetic does not know its size.
+    check_model(situation.inputs.checkpoint, situation.inputs.target, situation.values)
     memory = plan_memory(situation.served, situation.flags, situation.topology)
     return Decision(memory.flags, memory=memory)
 
@@ -156,14 +159,14 @@ def _code_revision(situation: Situation) -> Decision:
 
 
 def _local_files(situation: Situation) -> Decision:
-    """Folders of a draft and a tokenizer that were fetched."""
-    others, found = situation.parts.local.others, situation.flags
+    """Replace Hub ids of a draft and a tokenizer by the folders that were fetched."""
+    folders, flags = situation.inputs.local.others, situation.flags
     chosen: Choices = {}
-    for flag, name in on_hub(found).items():
-        if name in others:
-            path = str(others[name])
+    for flag, name in on_hub(flags).items():
+        if name in folders:
+            path = str(folders[name])
             value = {"model": path} if flag == "--speculative-config" else path
-            chosen[flag] = Choice(value, found[flag].source, found[flag].reason)
+            chosen[flag] = Choice(value, flags[flag].source, flags[flag].reason)
     return Decision(at(Layer.LIMIT, chosen))
 
 
@@ -187,39 +190,39 @@ DECIDERS: tuple[Decider, ...] = (
 
 
 def _assemble(situation: Situation) -> Plan:
-    parts, flags, memory = situation.served, situation.flags, situation.memory
-    settings = parts.loaded.settings
+    inputs, flags, memory = situation.served, situation.flags, situation.memory
+    settings = inputs.loaded.settings
     assert memory is not None
-    cache = settings.cache_dir or cache_dir(parts.accepted.environ)
+    cache = settings.cache_dir or cache_dir(inputs.accepted.environ)
     alias = choose_alias(
-        parts.hardware,
-        parts.target,
-        parts.checkpoint,
-        parts.tuned_configs,
+        inputs.hardware,
+        inputs.target,
+        inputs.checkpoint,
+        inputs.tuned_configs,
         situation.values,
         cache,
     )
     caches = plan_caches(
         cache,
-        parts.build,
-        parts.vllm,
-        parts.target,
-        parts.hardware,
-        parts.checkpoint,
-        model_argument(parts),
+        inputs.build,
+        inputs.vllm,
+        inputs.target,
+        inputs.hardware,
+        inputs.checkpoint,
+        model_argument(inputs),
         flags,
     )
     env = decide_environment(situation, caches, alias, cache)
     if alias and env[TUNED_CONFIG_FOLDER].value != str(alias.folder):
-        alias = None  # the user has set another folder
+        alias = None  # the user set another folder
     return Plan(
-        model=model_argument(parts),
-        served_names=served_names(parts),
-        target=parts.target,
-        hardware=parts.hardware,
-        checkpoint=parts.checkpoint,
-        checkpoint_note=parts.checkpoint_note,
-        recipe=parts.recipe,
+        model=model_argument(inputs),
+        served_names=served_names(inputs),
+        target=inputs.target,
+        hardware=inputs.hardware,
+        checkpoint=inputs.checkpoint,
+        checkpoint_note=inputs.checkpoint_note,
+        recipe=inputs.recipe,
         settings=settings,
         choices=_choices(situation),
         args=flags,
@@ -228,7 +231,9 @@ def _assemble(situation: Situation) -> Plan:
         notices=(*_notices(situation), *situation.notices),
         budget=memory.budget,
         ladder=memory.ladder,
-        bound=make_bound(parts.target, parts.hardware, parts.checkpoint, situation.tensor_parallel),
+        bound=make_bound(
+            inputs.target, inputs.hardware, inputs.checkpoint, situation.tensor_parallel
+        ),
         moe_alias=alias,
         topology=situation.topology,
         caches=caches,
@@ -236,45 +241,45 @@ def _assemble(situation: Situation) -> Plan:
 
 
 def _choices(situation: Situation) -> Choices:
-    """What nibble decides beside vLLM's flags."""
-    parts = situation.served
-    settings, origins = parts.loaded.settings, parts.loaded.origins
+    """What nibble decides besides vLLM's flags."""
+    inputs = situation.served
+    settings, origins = inputs.loaded.settings, inputs.loaded.origins
     reasons = {"host": "the image listens on all addresses" if settings.host == "0.0.0.0" else ""}
     shown = ("model", "host", "port", "control_port", "drain_seconds", "allow_anonymous")
-    found: Choices = {
+    choices: Choices = {
         name: Choice(getattr(settings, name), str(origins[name]), reasons.get(name, ""))
         for name in shown
     }
-    found = {"target": parts.target_choice, **found, "recipe": _recipe_choice(parts)}
+    choices = {"target": inputs.target_choice, **choices, "recipe": _recipe_choice(inputs)}
     if situation.linear_kernel is not None:
-        found["linear_kernel"] = situation.linear_kernel
-    return {**found, "reference": choose_reference(parts, situation.flags)}
+        choices["linear_kernel"] = situation.linear_kernel
+    return {**choices, "reference": choose_reference(inputs, situation.flags)}
 
 
-def _recipe_choice(parts: Ingredients) -> Choice:
-    if parts.loaded.settings.recipe == "off":
-        return Choice("off", str(parts.loaded.origins["recipe"]), "recipes are off")
-    recipe = parts.recipe
+def _recipe_choice(inputs: PlanInputs) -> Choice:
+    if inputs.loaded.settings.recipe == "off":
+        return Choice("off", str(inputs.loaded.origins["recipe"]), "recipes are off")
+    recipe = inputs.recipe
     if recipe is None:
         reason = "this model has no recipe: target and vLLM decide"
         return Choice(None, OURS, reason)
-    reason = f"{recipe.status} on {parts.target.name}: {recipe.evidence}".rstrip(": ")
+    reason = f"{recipe.status} on {inputs.target.name}: {recipe.evidence}".rstrip(": ")
     return Choice(recipe.id, "recipes/", reason)
 
 
 def _notices(situation: Situation) -> tuple[str, ...]:
-    parts = situation.parts
-    notices = [*parts.accepted.notices, *parts.loaded.notices]
+    inputs = situation.inputs
+    notices = [*inputs.accepted.notices, *inputs.loaded.notices]
     dtype = str(situation.values.get("--kv-cache-dtype", ""))
     if dtype in TURBOQUANT_COST:
         notices.append(
             f"KV cache {dtype} costs quality: {TURBOQUANT_COST[dtype]} (vLLM's own figures for"
             " Qwen3-4B)"
         )
-    if parts.recipe is not None:
-        notices += parts.recipe.notes
-    if parts.checkpoint is not None:
-        notices += parts.checkpoint.scheme.notes
-    if parts.hardware.assumed:
-        notices.append(f"{parts.target.name} is not this machine: memory and GPUs are assumed")
+    if inputs.recipe is not None:
+        notices += inputs.recipe.notes
+    if inputs.checkpoint is not None:
+        notices += inputs.checkpoint.scheme.notes
+    if inputs.hardware.assumed:
+        notices.append(f"{inputs.target.name} is not this machine: memory and GPUs are assumed")
     return tuple(notices)

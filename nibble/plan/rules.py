@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import OURS, Choice, Choices, Flags, Layer
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import source_of
 from nibble.plan.situation import Decision, Situation
 from nibble.recipes.recipe import ResolvedRecipe
@@ -14,24 +14,26 @@ from nibble.recipes.rules import Rule, RuleContext, accepted_risks, applying, hi
 
 
 def weigh_risks(situation: Situation) -> Decision:
-    """The rules that hold here, and the flags they force. Raises CONFIG for an unknown id in
+    """Find the rules that apply, and the flags that they force. Raises CONFIG for an unknown id in
     NIBBLE_ALLOW_RISK.
     """
-    parts = situation.served
-    allowed = accepted_risks(parts.loaded.settings.allow_risk, parts.rules)
-    here = applying(parts.rules, _context(situation))
-    rules = tuple(rule for rule in here if rule.id not in allowed)
+    inputs = situation.served
+    allowed = accepted_risks(inputs.loaded.settings.allow_risk, inputs.rules)
+    applying_rules = applying(inputs.rules, _context(situation))
+    rules = tuple(rule for rule in applying_rules if rule.id not in allowed)
     notices = [
-        f"you accepted the risk {rule.id}: {rule.why}" for rule in here if rule.id in allowed
+        f"you accepted the risk {rule.id}: {rule.why}"
+        for rule in applying_rules
+        if rule.id in allowed
     ]
     forced: Choices = {}
     for rule in rules:
         for name, value in rule.force.items():
-            choice, notice = _force(rule, f"--{name}", value, parts, situation.flags)
+            choice, notice = _force(rule, f"--{name}", value, inputs, situation.flags)
             forced |= {f"--{name}": choice} if choice else {}
             notices += [notice] if notice else []
     values = situation.flags.add(forced).plain
-    declared = _declared(parts)
+    declared = _declared(inputs)
     for rule in rules:
         notices += [
             f"{flag} {value}: {rule.why}" for flag, value in hits(rule.warn, values, declared)
@@ -47,7 +49,7 @@ def refuse_known_risks(situation: Situation) -> None:
 
 
 def rule_environment(rules: Iterable[Rule], recipe: ResolvedRecipe | None) -> Choices:
-    """Variables the rules set; a recipe that sets one knows the rule."""
+    """Variables that the rules set. A recipe that sets the same variable wins."""
     known = recipe.env if recipe else {}
     return {
         name: Choice(value, f"rule {rule.id}", rule.why, Layer.RULE)
@@ -58,37 +60,39 @@ def rule_environment(rules: Iterable[Rule], recipe: ResolvedRecipe | None) -> Ch
 
 
 def _context(situation: Situation) -> RuleContext:
-    parts = situation.served
+    inputs = situation.served
     return RuleContext(
-        target=parts.target.name,
-        model=str(parts.loaded.settings.model),
-        checkpoint=parts.checkpoint,
+        target=inputs.target.name,
+        model=str(inputs.loaded.settings.model),
+        checkpoint=inputs.checkpoint,
         tensor_parallel=situation.tensor_parallel,
-        quantization=_declared(parts),
+        quantization=_declared(inputs),
     )
 
 
-def _declared(parts: Ingredients) -> str:
-    """vLLM's name of the quantization that the checkpoint declares."""
-    declared = parts.checkpoint.scheme.vllm_quantization if parts.checkpoint else None
+def _declared(inputs: PlanInputs) -> str:
+    """vLLM's name for the quantization that the checkpoint declares; empty if none."""
+    declared = inputs.checkpoint.scheme.vllm_quantization if inputs.checkpoint else None
     return declared or ""
 
 
 def _force(
-    rule: Rule, flag: str, value: str | bool, parts: Ingredients, flags: Flags
+    rule: Rule, flag: str, value: str | bool, inputs: PlanInputs, flags: Flags
 ) -> tuple[Choice | None, str]:
-    """The forced value, unless the user or a recipe that stays says otherwise; and the notice."""
-    found, source = in_effect(flag, flags.plain), source_of(flag, flags)
+    """(the forced value or None, a notice or nothing). A user's value and a verified recipe's
+    stay.
+    """
+    current, source = in_effect(flag, flags.plain), source_of(flag, flags)
     forced = Choice(value, f"rule {rule.id}", rule.why, Layer.RULE)
-    if found == value:
+    if current == value:
         return None, ""
     if source == "recipe":
-        if not rule.beats_recipe(parts.recipe.status if parts.recipe else ""):
+        if not rule.beats_recipe(inputs.recipe.status if inputs.recipe else ""):
             return None, ""
-        return forced, f"{flag} {value} in place of the recipe's {found}: {rule.why}"
-    if source not in (OURS, f"target {parts.target.name}"):
+        return forced, f"{flag} {value} in place of the recipe's {current}: {rule.why}"
+    if source not in (OURS, f"target {inputs.target.name}"):
         return None, (
-            f"{flag} {found} ({source}) in place of {value}, which rule {rule.id} requires:"
+            f"{flag} {current} ({source}) in place of {value}, which rule {rule.id} requires:"
             f" {rule.why}"
         )
     return forced, ""

@@ -1,11 +1,11 @@
-"""vLLM's need of /dev/shm, and smaller queues for one worker if that is small. Pure.
+"""How much of /dev/shm vLLM needs, and smaller queues for one worker if it is small. Pure.
 
-Docker and Kubernetes give a container 64 MiB there unless told otherwise. An engine and a worker
-process exchange messages in two queues of ten chunks each (vllm 0.32
-distributed/device_communicators/shm_broadcast.py:493): requests in chunks of
-VLLM_MQ_MAX_CHUNK_BYTES_MB, answers in chunks of 24 MiB, or of that variable too where nibble's
-plugin is loaded (nibble/engine/plugin/queues.py). vLLM refuses a queue that is
-larger than what is free (:244). What no message has touched takes no memory.
+Docker and Kubernetes give a container 64 MiB by default. An engine and a worker process exchange
+messages in two queues of ten chunks each (vllm 0.32
+distributed/device_communicators/shm_broadcast.py:493). Requests have chunks of
+VLLM_MQ_MAX_CHUNK_BYTES_MB. Answers have chunks of 24 MiB, or of that variable if nibble's plugin is
+loaded (nibble/engine/plugin/queues.py). vLLM refuses a queue that is larger than the free space
+(:244). Pages that no message has touched take no memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.choice import Choice, Choices
 from nibble.plan.cpu_engine import is_one_process
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 from nibble.plan.topology import BACKEND, Topology
 
 CHUNKS = 10
@@ -28,9 +28,9 @@ SMALL_CHUNK_MIB = 1
 MIB = 1 << 20
 BOTH_QUEUES_BYTES = CHUNKS * (REQUEST_CHUNK_MIB + ANSWER_CHUNK_MIB) * MIB
 SMALL_QUEUES_BYTES = CHUNKS * 2 * SMALL_CHUNK_MIB * MIB
-# Workers of one machine exchange tensors and NCCL's buffers there, too. Two on two CPU cores took
-# 16 MiB before the queue of answers was made: with 256 MiB they ended after the load (2026-11-23).
-# More cores and NCCL take more.
+# Workers of one machine also exchange tensors and NCCL's buffers in /dev/shm. Two workers on two
+# CPU cores took 16 MiB before they created the queue of answers; with 256 MiB in all they ended
+# after the load (2026-11-23). More cores and NCCL take more.
 BESIDE_THE_QUEUES_BYTES = 256 * MIB
 SEVERAL_WORKERS_BYTES = 1 << 30
 ADVICE = (
@@ -40,19 +40,20 @@ ADVICE = (
 
 
 def queue_environment(
-    parts: Ingredients, args: Mapping[str, Choice], topology: Topology
+    inputs: PlanInputs, args: Mapping[str, Choice], topology: Topology
 ) -> Choices:
-    """Small queues for a server of one worker process where both of vLLM's own would not fit."""
-    free_bytes = parts.shm_free_bytes
+    """Small queues for a server with one worker process, if vLLM's two default queues do not
+    fit.
+    """
+    free_bytes = inputs.shm_free_bytes
     if free_bytes is None or free_bytes >= BOTH_QUEUES_BYTES:
         return {}
-    if topology.ranks > 1 or not has_queues(parts.target, args, parts.environ, topology):
+    if topology.ranks > 1 or not has_queues(inputs.target, args, inputs.environ, topology):
         return {}
     reason = (
         f"/dev/shm has {free_bytes // MIB} MiB free, but the queues between the engine and its"
-        f" worker are {CHUNKS * REQUEST_CHUNK_MIB} and {CHUNKS * ANSWER_CHUNK_MIB} MiB by"
-        f" default; a"
-        " larger message uses a socket"
+        f" worker are {CHUNKS * REQUEST_CHUNK_MIB} and {CHUNKS * ANSWER_CHUNK_MIB} MiB by default;"
+        " a larger message uses a socket"
     )
     return {VARIABLE: Choice(SMALL_CHUNK_MIB, "nibble's default", reason)}
 
@@ -70,26 +71,24 @@ def has_queues(
 
 
 def needed_bytes(topology: Topology, child: Mapping[str, str], plugin_sizes_answers: bool) -> int:
-    """Below this a start fails: the larger queue, or both at the smallest size, and what several
-    workers exchange.
+    """Bytes without which a start fails: the larger queue, or both at the smallest size, and what
+    several workers exchange.
 
-    `child` is the environment of vLLM.
+    `child` is vLLM's environment.
     """
     given = child.get(VARIABLE, "").strip()
     chunk_mib = int(given) if given.isdigit() else None
     requests_mib = REQUEST_CHUNK_MIB if chunk_mib is None else chunk_mib
     answers_mib = ANSWER_CHUNK_MIB if chunk_mib is None or not plugin_sizes_answers else chunk_mib
-    if (
-        topology.mode == "mp"
-    ):  # over several machines answers have a smaller queue (multiproc_executor.py:641)
+    if topology.mode == "mp":  # answers then have a smaller queue (multiproc_executor.py:641)
         answers_mib = 0
     queues = max(SMALL_QUEUES_BYTES, CHUNKS * max(requests_mib, answers_mib) * MIB)
     return queues + (BESIDE_THE_QUEUES_BYTES if topology.ranks_here > 1 else 0)
 
 
 def check_shared_memory(free_bytes: int | None, needed: int, workers: int) -> list[str]:
-    """Warnings about little shared memory; raises NO_FIT for less than the `needed` bytes of
-    queues.
+    """Warnings about little shared memory. Raises NO_FIT if less than the `needed` bytes of queues
+    is free.
     """
     if free_bytes is None:
         free_bytes = 0

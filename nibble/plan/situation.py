@@ -9,7 +9,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, Flags
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 from nibble.plan.memory import MemoryPlan
 from nibble.plan.nvfp4_options import with_served_activations
 from nibble.plan.topology import Topology, find_topology
@@ -18,9 +18,9 @@ from nibble.recipes.rules import Rule
 
 @dataclass(frozen=True)
 class Situation:
-    """The ingredients, and all that was decided so far."""
+    """The inputs of the plan, and everything decided so far."""
 
-    parts: Ingredients
+    inputs: PlanInputs
     flags: Flags = field(default_factory=Flags)
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
@@ -29,29 +29,29 @@ class Situation:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The flags' values."""
+        """Flag -> value."""
         return self.flags.plain
 
     @cached_property
-    def served(self) -> Ingredients:
-        """The ingredients, with the checkpoint's activations as they are served."""
-        checkpoint: Checkpoint | None = with_served_activations(self.parts.checkpoint, self.values)
-        return replace(self.parts, checkpoint=checkpoint)
+    def served(self) -> PlanInputs:
+        """The inputs, with the activations that the server will use in the checkpoint's place."""
+        checkpoint: Checkpoint | None = with_served_activations(self.inputs.checkpoint, self.values)
+        return replace(self.inputs, checkpoint=checkpoint)
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs that one layer is split over."""
+        """The number of GPUs that each layer is split over."""
         return int(self.values.get("--tensor-parallel-size", 1))
 
     @cached_property
     def topology(self) -> Topology:
-        """Where the ranks run. Raises USAGE and CONFIG, see `find_topology`."""
-        on_gpus = self.parts.target.device == "cuda"
-        gpus_here = len(self.parts.hardware.gpus) if on_gpus else None
-        return find_topology(self.parts.loaded.settings, self.values, gpus_here)
+        """Where the ranks run. Raises USAGE and CONFIG; see `find_topology`."""
+        on_gpus = self.inputs.target.device == "cuda"
+        gpus_here = len(self.inputs.hardware.gpus) if on_gpus else None
+        return find_topology(self.inputs.loaded.settings, self.values, gpus_here)
 
     def after(self, decision: Decision) -> Situation:
-        """With what a decider decided."""
+        """This situation with a decision added."""
         return replace(
             self,
             flags=self.flags.add(decision.flags),
@@ -64,7 +64,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What one decider adds; each choice names its layer."""
+    """What one decider adds. Each choice names its layer."""
 
     flags: Mapping[str, Choice] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()

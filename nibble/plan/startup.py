@@ -1,4 +1,4 @@
-"""Skips work at a start: imports, memory profile, unused CUDA graphs and tuning. Pure."""
+"""Skips work at a start: imports, memory profiling, unused CUDA graphs and tuning. Pure."""
 
 from __future__ import annotations
 
@@ -8,55 +8,52 @@ from nibble.checkpoint import Checkpoint
 from nibble.machine.targets import Target
 from nibble.plan.budget import is_shared
 from nibble.plan.choice import Choice, Choices
-from nibble.plan.inputs import Ingredients
+from nibble.plan.inputs import PlanInputs
 
 SOURCE = "nibble's default"
 CAPTURE = "--cudagraph-capture-sizes"
 AUTOTUNE = "--enable-flashinfer-autotune"
 SPECULATIVE = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
-# What makes more processes than a server and its engine.
+# Flags that add processes to the server and its engine.
 _SEVERAL = (
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-    "--data-parallel-size",
-    "--api-server-count",
-    "--distributed-executor-backend",
-    "--nnodes",
+    *("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+    *("--api-server-count", "--distributed-executor-backend", "--nnodes"),
 )
 _SIZES = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_mode"})
 
 
-def fast_start_flags(parts: Ingredients, args: Mapping[str, Choice]) -> Choices:
-    """Flags that skip work of the start; values that a layer sets stay."""
-    if parts.target.device != "cuda" or _is_true(args, "--enforce-eager"):
+def fast_start_flags(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choices:
+    """Flags that skip work at a start. A value that a layer sets stays."""
+    if inputs.target.device != "cuda" or _is_true(args, "--enforce-eager"):
         return {}
-    return _capture_sizes(args) | _autotune(parts.target, parts.checkpoint, args)
+    return _capture_sizes(args) | _autotune(inputs.target, inputs.checkpoint, args)
 
 
 def fast_start_environment(target: Target, args: Mapping[str, Choice]) -> Choices:
-    """Variables that leave out work of the start."""
+    """Variables that skip work at a start."""
     return _startup_plan(target, args) | _forked_engine(args) if target.device == "cuda" else {}
 
 
 def _startup_plan(target: Target, args: Mapping[str, Choice]) -> Choices:
-    """vLLM keeps the KV cache size it measured, and the next start of the same configuration on the
-    same GPU with as much free memory takes it (vllm 0.32 v1/worker/startup_plan.py). Only where
-    vLLM measures at all.
+    """vLLM stores the KV cache size that it measured. The next start with the same configuration,
+    GPU and free memory uses it (vllm 0.32 v1/worker/startup_plan.py). Set only if vLLM measures the
+    size.
     """
     if is_shared(target) or "--kv-cache-memory-bytes" in args:
         return {}
     reason = (
-        "the next start takes the KV cache size measured by this one and captures no graphs to"
-        " measure them"
+        "the next start reuses the KV cache size that this one measures, and captures no graphs to"
+        " measure their memory"
     )
     return {"VLLM_ENABLE_STARTUP_PLAN": Choice("1", SOURCE, reason)}
 
 
 def _forked_engine(args: Mapping[str, Choice]) -> Choices:
-    """One engine of one process is forked, as vLLM's library does it by default; its command line
-    spawns one that imports everything once more. The server has no other Python thread then (seen
-    on the CPU) and has not touched the GPU; where it has, and on WSL, vLLM spawns all the same
-    (vllm 0.32 utils/system_utils.py:122).
+    """Fork a single engine process, as vLLM's library does by default. vLLM's command line spawns
+    it instead, and the new process imports everything again.
+
+    At that time the server has no other Python thread (observed on the CPU) and has not used the
+    GPU. If it has, and on WSL, vLLM spawns anyway (vllm 0.32 utils/system_utils.py:122).
     """
     if any(name in args and args[name].value not in (1, None) for name in _SEVERAL) or _is_true(
         args, "--numa-bind"
@@ -67,23 +64,22 @@ def _forked_engine(args: Mapping[str, Choice]) -> Choices:
 
 
 def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
-    """vLLM's own grid (vllm 0.32 config/vllm.py:2472) up to MAX_NUM_SEQS, where vLLM goes to twice
-    as many.
+    """vLLM's grid of sizes (vllm 0.32 config/vllm.py:2472) up to MAX_NUM_SEQS; vLLM captures up to
+    twice as many.
 
-    With speculative decoding a decode step has several tokens a sequence, and vLLM covers those
-    sizes only by itself.
+    With speculative decoding a step has several tokens for each sequence, so vLLM's sizes stay.
     """
-    asked = args.get("--max-num-seqs")
+    max_num_seqs = args.get("--max-num-seqs")
     nested = args["--compilation-config"].value if "--compilation-config" in args else {}
     is_set = (
         CAPTURE in args or "--max-cudagraph-capture-size" in args or "--performance-mode" in args
     )
-    if asked is None or is_set or any(name in args for name in SPECULATIVE):
+    if max_num_seqs is None or is_set or any(name in args for name in SPECULATIVE):
         return {}
     if isinstance(nested, Mapping) and _SIZES & set(nested):
         return {}
-    most = int(asked.value)
-    if most >= 256:  # vLLM's ceiling of 512 (1024 on SM100) leaves little to trim there
+    most = int(max_num_seqs.value)
+    if most >= 256:  # vLLM captures at most 512 (1024 on SM100), so little can be saved
         return {}
     sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most} & set(range(1, most + 1)))
     reason = (
@@ -93,13 +89,9 @@ def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
 
 
 def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """Off where nothing FlashInfer tunes is used."""
-    if (
-        AUTOTUNE in args
-        or "--kernel-config" in args
-        or "--use-replayssm" in args
-        or checkpoint is None
-    ):
+    """Turn FlashInfer's autotuning off if no kernel that it tunes runs."""
+    is_set = any(flag in args for flag in (AUTOTUNE, "--kernel-config", "--use-replayssm"))
+    if is_set or checkpoint is None:
         return {}
     backends = (
         args[name].value
@@ -108,24 +100,19 @@ def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, 
     )
     if any("flashinfer" in str(backend).lower() for backend in backends):
         return {}
-    why = _why_untuned(target, checkpoint)
-    return (
-        {AUTOTUNE: Choice(False, SOURCE, f"no kernel that FlashInfer tunes runs here: {why}")}
-        if why
-        else {}
-    )
+    if why := _why_untuned(target, checkpoint):
+        reason = f"no kernel that FlashInfer tunes runs here: {why}"
+        return {AUTOTUNE: Choice(False, SOURCE, reason)}
+    return {}
 
 
 def _why_untuned(target: Target, checkpoint: Checkpoint) -> str:
-    """FlashInfer tunes products of quantized layers and of experts; "" where such may run (not
-    called for the CPU).
+    """Why no kernel that FlashInfer tunes runs; empty if one may. It tunes products of quantized
+    layers and of experts. Not called for the CPU.
     """
     scheme = checkpoint.scheme
-    if (
-        scheme.is_nvfp4
-        and not target.features.has_fp4_mma
-        and scheme.vllm_quantization != "modelopt_mixed"
-    ):
+    is_only_nvfp4 = scheme.is_nvfp4 and scheme.vllm_quantization != "modelopt_mixed"
+    if is_only_nvfp4 and not target.features.has_fp4_mma:
         return f"NVFP4 is weight-only on {target.name}"
     if scheme.name == "bf16" and checkpoint.num_experts is None:
         return "a dense model in BF16"

@@ -1,4 +1,4 @@
-"""Where a model's ranks run: on this machine, on several through Ray, or without. Pure."""
+"""Where a model's ranks run: on this machine, or on several with or without Ray. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BACKEND = "--distributed-executor-backend"
 
 @dataclass(frozen=True)
 class Topology:
-    """How many ranks there are and where.
+    """How many ranks there are, and where they run.
 
     `ranks` counts all of them (tensor x pipeline x data parallel), `ranks_here` those of this
-    machine (for Ray, which places them itself, as many as GPUs are here). `nodes` is known without
-    Ray only. `reason` says why `mode` is what it is.
+    machine. Ray places ranks itself, so with Ray `ranks_here` is at most this machine's GPUs.
+    `nodes` is None with Ray. `reason` explains `mode`.
     """
 
     mode: Mode
@@ -33,12 +33,12 @@ class Topology:
 
     @property
     def is_headless(self) -> bool:
-        """Whether this machine has ranks of the model and no API."""
+        """Whether this machine has ranks of the model but no API."""
         return self.mode == "mp" and self.node_rank > 0
 
     @property
     def spans_machines(self) -> bool:
-        """Whether other machines are needed."""
+        """Whether the model needs other machines."""
         return self.mode != "machine"
 
     def to_json(self) -> dict[str, Any]:
@@ -47,17 +47,17 @@ class Topology:
 
 
 def sizes(values: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(tensor, pipeline, data) parallel sizes of vLLM's flags."""
+    """(tensor, pipeline, data) parallel sizes in vLLM's flags."""
     names = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
     tensor, pipeline, data = (int(values.get(name) or 1) for name in names)
     return tensor, pipeline, data
 
 
 def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int | None) -> Topology:
-    """The topology that settings and vLLM's flags ask for; `gpus_here` is None on a CPU, where
-    ranks are processes.
+    """The topology for these settings and flags. `gpus_here` is None on a CPU, where ranks are
+    processes.
 
-    Raises USAGE for an address or a number that is missing, CONFIG for contradictions.
+    Raises USAGE for a missing address or number, CONFIG for contradictions.
     """
     tensor, pipeline, data = sizes(values)
     if data < 1:
@@ -71,8 +71,8 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
     ranks = tensor * pipeline * data
     nodes, rank = int(values.get("--nnodes") or 1), int(values.get("--node-rank") or 0)
     backend = values.get(BACKEND)
-    # vLLM's replicas through Ray would start a separate cluster here where none is named (vllm
-    # 0.32 v1/engine/utils.py:547).
+    # Without an address, vLLM's replicas through Ray would start a separate cluster here (vllm 0.32
+    # v1/engine/utils.py:547).
     if settings.cluster == "ray" or "ray" in (backend, values.get("--data-parallel-backend")):
         return _on_ray(settings, ranks, nodes, gpus_here, "set by the user")
     if nodes > 1:
@@ -85,30 +85,32 @@ def find_topology(settings: Settings, values: Mapping[str, Any], gpus_here: int 
             expected="both",
             action="set NIBBLE_NNODES to the number of machines",
         )
-    here = tensor * pipeline * replicas_here(values)
-    fits = here <= (1 if gpus_here is None else gpus_here)
-    if settings.head_ip and not fits and "--nnodes" not in values:
+    ranks_here = tensor * pipeline * replicas_here(values)
+    fit = ranks_here <= (1 if gpus_here is None else gpus_here)
+    if settings.head_ip and not fit and "--nnodes" not in values:
         if settings.cluster == "mp":
-            what = f"NIBBLE_CLUSTER is mp, but the {here} ranks do not fit this machine"
+            what = f"NIBBLE_CLUSTER is mp, but the {ranks_here} ranks do not fit this machine"
             action = "set it to the number of machines, on all of them"
             raise NibbleError(ExitCode.USAGE, what=what, expected="NIBBLE_NNODES", action=action)
         if backend is None:
             reason = "HEAD_IP is set and the ranks do not fit this machine"
             return _on_ray(settings, ranks, nodes, gpus_here, reason)
     reason = (
-        "all ranks are on this machine" if here == ranks else "other replicas are separate servers"
+        "all ranks are on this machine"
+        if ranks_here == ranks
+        else "other replicas are separate servers"
     )
-    return Topology("machine", ranks, here, 1, 0, None, reason)
+    return Topology("machine", ranks, ranks_here, 1, 0, None, reason)
 
 
 def replicas_here(values: Mapping[str, Any]) -> int:
-    """Data parallel replicas that one server's own flags put on its machine (vllm 0.32
+    """Data parallel replicas that one server's flags place on its machine (vllm 0.32
     engine/arg_utils.py:2410-2494).
     """
     if "--data-parallel-rank" in values:
         return 1
-    given = values.get("--data-parallel-size-local") or values.get("--data-parallel-size") or 1
-    return max(1, int(given))  # vLLM allows 0 local ones: an API alone
+    replicas = values.get("--data-parallel-size-local") or values.get("--data-parallel-size") or 1
+    return max(1, int(replicas))  # vLLM allows 0: a server with only the API
 
 
 def _on_ray(
@@ -130,8 +132,8 @@ def _on_ray(
             expected="HEAD_IP",
             action="set HEAD_IP to the address that `ray-head` printed",
         )
-    here = min(ranks, gpus_here) if gpus_here is not None else 1
-    return Topology("ray", ranks, here, None, 0, settings.head_ip, reason)
+    ranks_here = min(ranks, gpus_here) if gpus_here is not None else 1
+    return Topology("ray", ranks, ranks_here, None, 0, settings.head_ip, reason)
 
 
 def _without_ray(settings: Settings, ranks: int, nodes: int, rank: int) -> Topology:
@@ -163,7 +165,7 @@ def _without_ray(settings: Settings, ranks: int, nodes: int, rank: int) -> Topol
 
 
 def topology_flags(topology: Topology) -> dict[str, tuple[Any, str]]:
-    """vLLM's flags for `topology`: name -> (value, why)."""
+    """vLLM's flags for `topology`: name -> (value, reason)."""
     if topology.mode == "ray":
         return {BACKEND: ("ray", topology.reason)}
     if topology.mode == "machine":

@@ -1,4 +1,4 @@
-"""Finds what cannot work before anything starts. Pure: a plan's ingredients to one error."""
+"""Refuses requests that cannot work, before anything starts. Pure: each check raises one error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Hardware
 from nibble.machine.targets import Target
@@ -16,9 +17,8 @@ from nibble.recipes.recipe import ResolvedRecipe
 from nibble.settings.declare import token_count
 from nibble.settings.options import Settings
 
-# vLLM 0.32, model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR
-# #38479 (GSM8K, 200 questions, Qwen3-4B, 0.900 with a BF16 cache). Their numbers, not measured
-# here.
+# From vLLM 0.32 model_executor/layers/quantization/turboquant/config.py:72 (perplexity) and vllm PR
+# #38479 (GSM8K, 200 questions, Qwen3-4B, 0.900 with a BF16 cache). nibble has not measured them.
 TURBOQUANT_COST: Mapping[str, str] = {
     "turboquant_k8v4": "perplexity +1.17 %, GSM8K 0.90 -> 0.86, cache 2.6x smaller",
     "turboquant_4bit_nc": "perplexity +2.71 %, GSM8K 0.90 -> 0.84, cache 3.8x smaller",
@@ -27,13 +27,12 @@ TURBOQUANT_COST: Mapping[str, str] = {
 }
 
 
-RUST_FRONTEND = (  # vllm 0.32 entrypoints/cli/serve.py:65; it takes no --middleware
-    "VLLM_USE_RUST_FRONTEND"
-)
+# This server has no --middleware (vllm 0.32 entrypoints/cli/serve.py:65).
+RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 
 
 def check_request(settings: Settings) -> None:
-    """What the settings alone rule out."""
+    """Refuse what the settings alone rule out. Raises CONFIG."""
     if settings.cute_wo_split != 1:
         what = (
             f"CUTE_WO_SPLIT={settings.cute_wo_split} needs the CuTe attention kernel with a split"
@@ -61,7 +60,7 @@ def check_request(settings: Settings) -> None:
 
 
 def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
-    """A model that is known not to run on this target."""
+    """Refuse a model that its recipe marks as unsupported on this target. Raises CONFIG."""
     if recipe is not None and recipe.status == "unsupported":
         reason = ("; ".join(recipe.notes) or recipe.evidence).strip().rstrip(".")
         raise NibbleError(
@@ -72,7 +71,7 @@ def check_recipe(recipe: ResolvedRecipe | None, target: Target) -> None:
 
 
 def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str, Any]) -> None:
-    """What checkpoint and target rule out together."""
+    """Refuse what checkpoint and target rule out together. Raises CONFIG or MODEL."""
     if checkpoint is not None:
         check_checkpoint(checkpoint, args)
         _check_context(checkpoint, args.get("--max-model-len"))
@@ -81,7 +80,7 @@ def check_model(checkpoint: Checkpoint | None, target: Target, args: Mapping[str
 
 
 def check_checkpoint(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
-    """What a checkpoint rules out by itself, on every target."""
+    """Refuse a checkpoint that works on no target. Raises CONFIG or MODEL."""
     scheme = checkpoint.scheme
     if scheme.unsupported_reason:
         raise NibbleError(
@@ -96,13 +95,13 @@ def check_checkpoint(checkpoint: Checkpoint, args: Mapping[str, Any]) -> None:
 
 
 def drafts_from_itself(speculative_config: Any) -> bool:
-    """Whether --speculative-config makes the checkpoint's own MTP layers the draft."""
+    """Whether --speculative-config uses the checkpoint's MTP layers as the draft."""
     config = speculative_config if isinstance(speculative_config, Mapping) else {}
     return "mtp" in str(config.get("method")) and "model" not in config
 
 
-def _check_context(checkpoint: Checkpoint, asked: Any) -> None:
-    limit, tokens = checkpoint.max_model_len, token_count(asked)
+def _check_context(checkpoint: Checkpoint, max_model_len: Any) -> None:
+    limit, tokens = checkpoint.max_model_len, token_count(max_model_len)
     if limit is not None and tokens is not None and tokens > limit:
         what = f"MAX_MODEL_LEN is {tokens}, beyond the {limit} tokens of {checkpoint.id}"
         raise NibbleError(
@@ -150,10 +149,10 @@ def _check_remote_code(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -
 
 
 def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Topology) -> None:
-    """What leaves no HTTP API behind nibble's gate; vLLM's other servers admit every client,
-    before ready and without a key.
+    """Refuse flags that leave no HTTP API behind nibble's gate. vLLM's other servers admit every
+    client, before ready and without a key.
     """
-    other = next((name for name in ("--grpc", "--headless") if args.get(name) is True), "")
+    other = next((flag for flag in ("--grpc", "--headless") if args.get(flag) is True), "")
     servers = args.get("--api-server-count")
     if environ.get(RUST_FRONTEND, "0").strip() not in ("", "0"):
         what, action = f"{RUST_FRONTEND} serves without nibble's gate", f"unset {RUST_FRONTEND}"
@@ -176,11 +175,35 @@ def check_api(args: Mapping[str, Any], environ: Mapping[str, str], topology: Top
     raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's HTTP API", action=action)
 
 
-def _divisors(heads: int) -> str:
-    """The tensor parallel sizes for so many heads, in words: those of one machine, which has 16
-    GPUs at most.
+def _parallel_problem(checkpoint: Checkpoint, size: int) -> str:
+    """What of the model tensor parallelism of `size` cannot divide, or ""."""
+    heads, kv_heads = checkpoint.num_attention_heads, checkpoint.num_key_value_heads
+    if heads and heads % size:
+        return f"does not divide the {heads} attention heads"
+    is_mla = any(layer.kind == "mla" for layer in checkpoint.layers or ())
+    # vLLM splits KV heads, or copies them (vllm 0.32 model_executor/layers/linear.py:1053).
+    if kv_heads and not is_mla and kv_heads % size and size % kv_heads:
+        return f"neither divides nor is a multiple of the {kv_heads} KV heads"
+    for blocks in _mlp_blocks(checkpoint):
+        if blocks % size:
+            return f"does not divide the {blocks} NVFP4 blocks in a row of the MLP"
+    return ""
+
+
+def _mlp_blocks(checkpoint: Checkpoint) -> set[int]:
+    """Blocks of 16 weights in a row of each dense down_proj, whose columns the ranks share."""
+    return {
+        weight.columns // GROUP_SIZE
+        for weight in checkpoint.nvfp4
+        if weight.module.endswith(".mlp.down_proj") and not weight.is_draft
+    }
+
+
+def _sizes(checkpoint: Checkpoint) -> str:
+    """The tensor parallel sizes of the model, in words: those of one machine, which has 16 GPUs
+    at most.
     """
-    *rest, last = [str(size) for size in range(1, min(heads, 16) + 1) if heads % size == 0]
+    *rest, last = [str(size) for size in range(1, 17) if not _parallel_problem(checkpoint, size)]
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
@@ -191,24 +214,19 @@ def check_parallel(
     tensor_parallel: int,
     topology: Topology,
 ) -> None:
-    """Tensor parallel size against the heads of the model, ranks against the GPUs of the
-    machine.
+    """Check the tensor parallel size against the model's heads and blocks, and the ranks against
+    the machine's GPUs. Raises CONFIG.
     """
-    heads = checkpoint.num_attention_heads if checkpoint else None
-    if heads and heads % tensor_parallel:
-        what = (
-            f"TENSOR_PARALLEL_SIZE={tensor_parallel} does not divide the {heads} attention heads of"
-            f" {checkpoint.id if checkpoint else ''}"
-        )
+    if checkpoint and (problem := _parallel_problem(checkpoint, tensor_parallel)):
         raise NibbleError(
             ExitCode.CONFIG,
-            what=what,
-            expected=_divisors(heads),
+            what=f"TENSOR_PARALLEL_SIZE={tensor_parallel} {problem} of {checkpoint.id}",
+            expected=_sizes(checkpoint),
             action="change TENSOR_PARALLEL_SIZE",
         )
-    wanted = topology.ranks_here
-    if target.device == "cuda" and wanted > len(hardware.gpus):
-        what = f"{wanted} GPUs are needed, but this machine has {len(hardware.gpus)}"
+    ranks = topology.ranks_here
+    if target.device == "cuda" and ranks > len(hardware.gpus):
+        what = f"{ranks} GPUs are needed, but this machine has {len(hardware.gpus)}"
         raise NibbleError(
             ExitCode.CONFIG,
             what=what,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from nibble.engine.flags import OWNED, write_flag
-from nibble.engine.schema import Schema, closest, drift, live_schema, load_schema
+from nibble.engine.live_schema import drift, live_schema
+from nibble.engine.schema import Schema, closest, load_schema
 from nibble.errors import NibbleError
 from nibble.machine.targets import TARGET_NAMES
 from nibble.recipes.recipe import (
@@ -34,7 +35,7 @@ from nibble.recipes.recipe import (
 from nibble.recipes.rules import Rule, RuleContext, applying, hits, in_effect, load_rules
 from nibble.settings.environment import DEAD_VARIABLES
 
-# nibble sets these at run time, never a recipe: engine.flags.OWNED, and the shape of a cluster.
+# nibble sets these at run time, a recipe must not: engine.flags.OWNED, and the shape of a cluster.
 OWNED_BY_NIBBLE = frozenset(OWNED) | {
     "--headless", "--nnodes", "--node-rank", "--master-addr", "--master-port",
     "--tokenizer-revision", "--code-revision", "--fail-on-environ-validation",
@@ -79,7 +80,7 @@ def lint(
     problems += [] if ids else lint_rules(root, schema)
     problems += [p for file in files for p in lint_file(file, root, schema)]
     told = {p.file for p in problems}
-    # Where a check above names the mistake, the parser's long answer adds nothing.
+    # Where a check above names the mistake, the parser's long message is redundant.
     for (file, where, _), refusal in zip(argvs, refusals, strict=True):
         if refusal and file not in told:
             problems.append(
@@ -309,7 +310,12 @@ def _target_problems(name: str, section: Section, root: Path) -> Iterator[Findin
 
 
 def _is_result(evidence: str, root: Path) -> bool:
+    """Whether the evidence names a result. An image has the recipes without the results, so that
+    only a checkout looks for the file.
+    """
     paths = re.findall(r"benchmarks/results/[\w./-]+", evidence)
+    if not (root / "benchmarks").is_dir():
+        return bool(paths)
     return any((root / path.rstrip(".")).is_file() for path in paths)
 
 

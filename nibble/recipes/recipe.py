@@ -322,14 +322,16 @@ def resolve(
 
 
 def _matches(variant: Section, section: Section, count: int | None, names: Sequence[str]) -> bool:
-    """A variant's GPU has to be present; an inherited GPU must only not be contradicted."""
+    """Whether a variant applies: its GPU must be present; an inherited GPU must not be
+    contradicted.
+    """
     right_count = variant.gpus is None or variant.gpus == count
     right_kind = all(_named(variant.gpu or section.gpu, name) for name in names)
     return right_count and right_kind and (bool(names) or not variant.gpu)
 
 
 def _covers(section: Section, count: int | None, names: Sequence[str]) -> bool:
-    """Whether the section's evidence is for such a machine; more GPUs than it used are fine."""
+    """Whether the section's evidence covers this machine; it also covers more GPUs than it used."""
     enough = section.gpus is None or count is None or count >= section.gpus
     return enough and (not section.gpu or all(_named(section.gpu, n) for n in names))
 

@@ -77,7 +77,7 @@ class Rule:
         return f"{self.reason} ({self.reference})"
 
     def beats_recipe(self, status: str) -> bool:
-        """Whether a forced value wins over a recipe's; it never does over a verified recipe's."""
+        """Whether a forced value wins over a recipe's; over a verified recipe it never does."""
         return self.effect == "wrong output" and status != "verified"
 
 
@@ -217,7 +217,7 @@ def _spelled(flag: str, value: Any) -> str:
 def hits(
     values: Mapping[str, Collection[str]], args: Mapping[str, Any], declared_quantization: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """(flag, value) for each flag of `values` whose value in effect is among those named."""
+    """(flag, value) for each flag of `values` whose value in effect is one of those named."""
     for name, wanted in values.items():
         value = in_effect(f"--{name}", args, declared_quantization)
         if value in {_spelled(f"--{name}", one) for one in wanted}:

@@ -1,7 +1,7 @@
 """Computes a reference: `python -m nibble.reference.compute REQUEST`, without vLLM.
 
-Progress goes to stdout as one JSON object a line; the last one has `done`, or `problem` with the
-reason why there is none.
+Prints progress to stdout as one JSON object per line. The last object has the key `done`, or
+`problem` with the reason why the checkpoint has no reference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from nibble.reference.streaming import StreamedModel
 from nibble.reference.weights import Unsupported, Weights
 
 NICE = 10
-# Of what goes into layers and their attention; the longer text is cut for it
-LAYER_FILE_BYTES = 256 << 20
-TOP_SAMPLE = 16  # tokens of a fixed sample of the vocabulary, beside the likeliest one
-UNUSUAL = (
+LAYER_FILE_BYTES = 256 << 20  # limit for the tensors of layers; the longer text is cut to fit
+TOP_SAMPLE = 16  # tokens of the vocabulary whose log-probs are stored beside the most probable one
+# transformers' modules raise these for checkpoints that they cannot compute.
+MODULE_ERRORS = (
     ArithmeticError,
     AttributeError,
     ImportError,
@@ -48,7 +49,7 @@ UNUSUAL = (
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, as text, conversation or None for the longer text, and its tokens."""
+    """A prompt (text or conversation; None for the longer text) and its tokens."""
 
     prompt: str | list[dict[str, str]] | None
     ids: tuple[int, ...]
@@ -64,9 +65,7 @@ def main() -> int:
         say(problem=str(why))
     except NibbleError as error:
         say(problem=error.line())
-    except (
-        UNUSUAL
-    ) as error:  # transformers' modules fail in their own ways, and no start depends on a reference
+    except MODULE_ERRORS as error:  # a start goes on without a reference
         if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
             raise
         first = (str(error).splitlines() or [""])[0]
@@ -74,12 +73,16 @@ def main() -> int:
     return 0
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def say(**message: Any) -> None:
+    """Print one JSON object for nibble/reference/make.py."""
+    print(json.dumps(message), flush=True)
 
 
 def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str, Any]:
-    """Everything; what was done, as plain data."""
+    """Compute and write the reference. Returns its cost: seconds, tokens, layers, peak_bytes.
+
+    on_layer: called with (layers done, layers). Raises Unsupported.
+    """
     began = time.monotonic()
     checkpoint = read_checkpoint(request.model, path=Path(request.path))
     dtype = {"float32": torch.float32, "float64": torch.float64}[request.dtype]
@@ -91,16 +94,15 @@ def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str,
         probe = Probe(model, texts[-1].ids, norm_weights(weights))
         ends = _ends(checkpoint, model)
         passes = [
-            lambda one=one: answer(model, one.ids, request.answer_tokens, ends)
-            for one in texts[:-1]
+            partial(answer, model, text.ids, request.answer_tokens, ends) for text in texts[:-1]
         ]
         *answers, _ = model.passes([*passes, probe.run])
-    if not all(math.isfinite(value) for found in answers for value in found.logprobs):
+    if not all(math.isfinite(value) for answered in answers for value in answered.logprobs):
         raise Unsupported("transformers' module computes NaN or infinity from this checkpoint")
     tokenizer = _tokenizer(checkpoint)
     cases = [
-        {"prompt": text.prompt, "prompt_ids": list(text.ids), **found.to_json(tokenizer)}
-        for text, found in zip(texts[:-1], answers, strict=True)
+        {"prompt": text.prompt, "prompt_ids": list(text.ids), **answered.to_json(tokenizer)}
+        for text, answered in zip(texts[:-1], answers, strict=True)
     ]
     about = {
         "norms": probe.norms(),
@@ -120,13 +122,14 @@ def compute(request: Request, on_layer: Callable[[int, int], None]) -> dict[str,
 def _layers_done(
     model: StreamedModel, on_layer: Callable[[int, int], None]
 ) -> Callable[[str], None]:
-    names = {name: place for place, name in enumerate(model.layer_names)}
+    """A callback for StreamedModel.on_unit that reports decoder layers to `on_layer`."""
+    places = {name: place for place, name in enumerate(model.layer_names)}
 
-    def told(unit: str) -> None:
-        if unit in names:
-            on_layer(names[unit] + 1, len(names))
+    def on_unit(unit: str) -> None:
+        if unit in places:
+            on_layer(places[unit] + 1, len(places))
 
-    return told
+    return on_unit
 
 
 # --- texts ---
@@ -139,7 +142,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def _is_dated(tokenizer: Any) -> bool:
-    """Whether the chat template puts a date into prompts, which are then other ones tomorrow."""
+    """Whether the chat template puts the date into prompts: their tokens then change every day."""
     return any(word in str(tokenizer.chat_template) for word in ("strftime_now", "datetime"))
 
 
@@ -155,32 +158,36 @@ def make_texts(checkpoint: Checkpoint, request: Request) -> list[Text]:
         texts.append(Text(messages, tuple(ids)))
     plain = PLAIN_TEXT if tokenizer.chat_template else None
     texts += [
-        Text(one, tuple(tokenizer(one).input_ids))
-        for one in ([plain] if plain else [*QUESTIONS, PLAIN_TEXT])
+        Text(prompt, tuple(tokenizer(prompt).input_ids))
+        for prompt in ([plain] if plain else [*QUESTIONS, PLAIN_TEXT])
     ]
+    return [*texts, Text(None, _longer_text(checkpoint, tokenizer))]
+
+
+def _longer_text(checkpoint: Checkpoint, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens of PROBE_TEXT, repeated or cut to a length that suits the model."""
     window = checkpoint.text_config.get("sliding_window")
-    wanted = probe_tokens(window if isinstance(window, int) else None, checkpoint.max_model_len)
-    row = 4 * (checkpoint.num_layers or 1) * (checkpoint.hidden_size or 1)
-    wanted = max(16, min(wanted, LAYER_FILE_BYTES // row))
+    count = probe_tokens(window if isinstance(window, int) else None, checkpoint.max_model_len)
+    bytes_per_token = 4 * (checkpoint.num_layers or 1) * (checkpoint.hidden_size or 1)
+    count = max(16, min(count, LAYER_FILE_BYTES // bytes_per_token))
     ids: list[int] = []
     repeats = 1
-    while len(ids) < wanted and repeats < 64:
+    while len(ids) < count and repeats < 64:
         ids, repeats = tokenizer(PROBE_TEXT * repeats).input_ids, repeats * 2
-    return [*texts, Text(None, tuple(ids[:wanted]))]
+    return tuple(ids[:count])
 
 
 def _ends(checkpoint: Checkpoint, model: StreamedModel) -> set[int]:
-    """Tokens after which the model's answer is over, as vLLM reads them from
-    generation_config.json and config.json.
-    """
-    found: set[int] = set()
+    """The end-of-sequence tokens, which vLLM reads from generation_config.json and config.json."""
+    ends: set[int] = set()
     path = Path(str(checkpoint.path)) / "generation_config.json"
-    given = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    for value in (given, model.config.get_text_config().eos_token_id):
-        found |= (
-            set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
-        )
-    return found
+    generation = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    for value in (generation, model.config.get_text_config().eos_token_id):
+        if isinstance(value, list):
+            ends |= set(value)
+        elif isinstance(value, int):
+            ends.add(value)
+    return ends
 
 
 # --- passes ---
@@ -188,8 +195,11 @@ def _ends(checkpoint: Checkpoint, model: StreamedModel) -> set[int]:
 
 @dataclass(frozen=True)
 class Answered:
-    """Greedy answer of a prompt; log-probs of all tokens but the first, and of the likeliest one
-    at each place.
+    """The greedy answer to a prompt. Log-probs are in nats.
+
+    ids: tokens of the answer; logprobs: of all tokens of prompt and answer except the first;
+    best_ids, best_logprobs: the most probable token at each of these positions; sample: log-probs
+    of a fixed sample of the vocabulary after the prompt.
     """
 
     ids: tuple[int, ...]
@@ -212,27 +222,27 @@ class Answered:
 
 
 def answer(model: StreamedModel, prompt: tuple[int, ...], tokens: int, ends: set[int]) -> Answered:
-    """`tokens` greedy tokens after `prompt`, fewer where the model ends."""
+    """At most `tokens` greedy tokens after `prompt`; ends at a token of `ends`."""
     ids = torch.tensor([prompt], device=model.device)
     cached = tokens > 1
     out = model.module(input_ids=ids, use_cache=cached)
     rows = [out.logits[0].float().log_softmax(-1)]
-    found = [int(rows[0][-1].argmax())]
-    while len(found) < tokens and found[-1] not in ends:
-        step = torch.tensor([[found[-1]]], device=model.device)
+    generated = [int(rows[0][-1].argmax())]
+    while len(generated) < tokens and generated[-1] not in ends:
+        step = torch.tensor([[generated[-1]]], device=model.device)
         out = model.module(input_ids=step, past_key_values=out.past_key_values, use_cache=True)
         rows.append(out.logits[0].float().log_softmax(-1))
-        found.append(int(rows[-1][-1].argmax()))
-    table = torch.cat(rows)
-    every = torch.tensor([*prompt, *found], device=model.device)
-    own = table[: len(every) - 1].gather(1, every[1:, None])[:, 0]
+        generated.append(int(rows[-1][-1].argmax()))
+    table = torch.cat(rows)  # log-probs [positions, vocabulary]
+    every = torch.tensor([*prompt, *generated], device=model.device)
+    logprobs = table[: len(every) - 1].gather(1, every[1:, None])[:, 0]
     best = table[: len(every) - 1].max(-1)
     generator = torch.Generator().manual_seed(0)
     sample = torch.randint(0, table.shape[-1], (TOP_SAMPLE,), generator=generator)
     last = table[len(prompt) - 1]
     return Answered(
-        tuple(found),
-        tuple(own.tolist()),
+        tuple(generated),
+        tuple(logprobs.tolist()),
         tuple(best.indices.tolist()),
         tuple(best.values.tolist()),
         {int(token): float(last[token]) for token in sample},
@@ -240,8 +250,10 @@ def answer(model: StreamedModel, prompt: tuple[int, ...], tokens: int, ends: set
 
 
 def norm_weights(weights: Weights) -> dict[str, Tensor]:
-    """Weights of norms by their names in the checkpoint: a server that exchanged two of them may
-    compute nearly the same.
+    """The weights of norms as tensors of the reference: contract.norm_key -> float32 [width].
+
+    They are compared directly, because a server with two norms exchanged may compute nearly the
+    same values.
     """
     names = [
         name

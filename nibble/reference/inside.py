@@ -1,8 +1,8 @@
-"""What goes into the products of one decoder layer, kept in a pass and fed to the layer again.
+"""Records the inputs of the products of one decoder layer, and feeds them to the layer again.
 
-FP4 codes of inputs near a midpoint fall either way with the last bit of BF16, so that a layer's
-output tells little. With the reference's own inputs at each product both sides round the same
-codes, and what lies between two products is compared alone.
+The last bit of BF16 decides which FP4 code an input near a midpoint gets, so the outputs of two
+correct layers can differ much. If both sides get the reference's inputs at each product, both round
+to the same codes, and a comparison covers only the computation between two products.
 """
 
 from __future__ import annotations
@@ -18,23 +18,29 @@ from torch import Tensor, nn
 from nibble.engine.contract import InsidePoint, inside_noise
 from nibble.engine.plugin.report.inside import row_errors, rows_in
 
-MIXES_TOKENS = ("attn", "attention", "mixer", "mamba", "conv")  # in the name of a layer's part
+# Names of parts of a layer that combine tokens contain one of these.
+MIXES_TOKENS = ("attn", "attention", "mixer", "mamba", "conv")
 
 
 @dataclass
 class Point:
-    """A tensor that modules get: `names` of all that get it, `value` [rows, width] in BF16,
-    `noise`: its own rounding.
+    """A tensor that is the input of one or more modules.
+
+    names: the modules; value: BF16 [rows, width]; noise: relative error from rounding to BF16.
     """
 
     names: list[str]
     value: Tensor
-    live: Tensor | None  # keeps its address from being used again within the pass
+    live: Tensor | None  # a reference, so that its address is not reused within the pass
     noise: float = 0.0
 
 
 class Inside:
-    """The points of one layer. `is_here` says whether a call belongs to the pass."""
+    """The points of one layer.
+
+    count: tokens of the pass; sampled: the rows that are kept; is_here: whether a call belongs to
+    the pass that is recorded.
+    """
 
     def __init__(
         self, layer: nn.Module, count: int, sampled: Tensor, is_here: Callable[[], bool]
@@ -66,17 +72,18 @@ class Inside:
         self._points.append(Point([name], x.bfloat16().cpu(), x))
 
     def _feed(self, name: str, x: Tensor) -> None:
-        point = next((one for one in self._points if one.names[0] == name), None)
+        point = next((point for point in self._points if point.names[0] == name), None)
         if point is None:
             return
         rows = slice(None) if len(point.value) == self._count else self._sampled.to(x.device)
-        right = point.value.to(x.device, x.dtype)
-        point.noise = float(row_errors(x[rows], right).median())
-        x[rows] = right
+        recorded = point.value.to(x.device, x.dtype)
+        point.noise = float(row_errors(x[rows], recorded).median())
+        x[rows] = recorded
 
     def finish(self) -> None:
-        """The pass has left the layer: of what follows the mixing of tokens, the sampled rows
-        are enough.
+        """End the recording, and keep only the sampled rows of points after the mixing of tokens.
+
+        Points before it keep all rows, because each row affects all later tokens.
         """
         parts = [point.names[0].partition(".")[0] for point in self._points]
         for place, (part, point) in enumerate(zip(parts, self._points, strict=True)):
@@ -89,8 +96,9 @@ class Inside:
 
     @contextmanager
     def fed(self) -> Iterator[None]:
-        """Within it, modules get what was kept in place of what reaches them, whose error
-        becomes the point's noise.
+        """A context in which modules get the recorded inputs.
+
+        The error of the input that they would have got becomes the point's noise.
         """
         self._feeds = True
         try:
@@ -99,17 +107,20 @@ class Inside:
             self._feeds = False
 
     def tensors(self, place: int) -> dict[str, Tensor]:
-        """What goes into the products of the layer at `place`, and the noise of each."""
-        found = {
-            InsidePoint(place, number, one.names).key: one.value
-            for number, one in enumerate(self._points)
+        """The recorded inputs of the layer at `place`, and the noise of each, by contract keys."""
+        values = {
+            InsidePoint(place, number, point.names).key: point.value
+            for number, point in enumerate(self._points)
         }
-        return {**found, inside_noise(place): torch.tensor([one.noise for one in self._points])}
+        noise = torch.tensor([point.noise for point in self._points])
+        return {**values, inside_noise(place): noise}
 
 
 def is_point(name: str, module: nn.Module) -> bool:
-    """Products, and the direct parts of a layer that have parts themselves, such as a mixture of
-    experts.
+    """Whether to record the input of a module of a layer.
+
+    True for matrix products, and for direct children of the layer that have children, such as a
+    mixture of experts.
     """
     if not name or ".experts." in name:
         return False

@@ -1,4 +1,4 @@
-"""Makes a reference in a separate process, for `nibble reference` and for a start."""
+"""Computes a reference in a separate process, for `nibble reference` and for a start."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from nibble.reference.store import Request
 
 Say = Callable[[str], None]
 DEVICES, DTYPES = ("cpu", "cuda"), ("float32", "float64")
-END_S = 10.0
+END_S = 10.0  # to read the last lines of stderr after the process has ended
 
 
 class NoReference(Exception):
-    """Why a checkpoint has none: nothing that a second try would change."""
+    """The checkpoint cannot have a reference; a second try would fail too."""
 
 
 class Ended(Exception):
-    """How the computing process ended without a message, for example out of memory."""
+    """The process ended without a result, for example out of memory."""
 
 
 def run(
     request: Request, environ: Mapping[str, str], say: Say, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """What the process says at its end. Raises NoReference, Ended, and TimeoutError after
-    `limit_s`.
+    """Compute the reference and return its cost (compute.compute's result).
+
+    environ: of the process; say: prints progress. Raises NoReference, Ended, and TimeoutError after
+    `limit_s` seconds.
     """
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise NoReference("torch and transformers are not installed beside nibble")
@@ -54,39 +56,42 @@ def run(
 
 
 def _environ(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
-    """No lookup on the Hub, and a visible GPU only on request."""
+    """The process's environment: no requests to the Hub, and GPUs are visible only for `cuda`."""
     path = os.pathsep.join(filter(None, [str(root()), environ.get("PYTHONPATH")]))
-    own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
-    return {**environ, **own} | ({"CUDA_VISIBLE_DEVICES": ""} if request.device == "cpu" else {})
+    added = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": path}
+    if request.device == "cpu":
+        added["CUDA_VISIBLE_DEVICES"] = ""
+    return {**environ, **added}
 
 
 def _follow(child: subprocess.Popen[str], say: Say, limit_s: float | None) -> dict[str, Any]:
-    over = threading.Timer(limit_s, child.kill) if limit_s else None
-    if over:
-        over.daemon = True
-        over.start()
+    """Read the process's messages until it ends."""
+    timer = threading.Timer(limit_s, child.kill) if limit_s else None
+    if timer:
+        timer.daemon = True
+        timer.start()
     errors: list[str] = []
     reader = threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True)
     reader.start()
-    found: dict[str, Any] = {}
-    told = 0
+    message: dict[str, Any] = {}
+    quarters_reported = 0
     for line in child.stdout or ():
-        found = _parsed(line) or found
-        share = found.get("layer", 0) * 4 // max(1, found.get("of", 1))
-        if share > told and found.get("of", 0) > 8:
-            told = share
-            say(f"reference: layer {found['layer']} of {found['of']}")
+        message = _parsed(line) or message
+        quarters = message.get("layer", 0) * 4 // max(1, message.get("of", 1))
+        if quarters > quarters_reported and message.get("of", 0) > 8:
+            quarters_reported = quarters
+            say(f"reference: layer {message['layer']} of {message['of']}")
     child.wait()
     reader.join(END_S)
-    if over:
-        expired = not over.is_alive() and child.returncode < 0
-        over.cancel()
+    if timer:
+        expired = not timer.is_alive() and child.returncode < 0
+        timer.cancel()
         if expired:
             raise TimeoutError(f"it took more than {limit_s:.0f} s")
-    if "done" in found:
-        return found["done"]
-    if "problem" in found:
-        raise NoReference(found["problem"])
+    if "done" in message:
+        return message["done"]
+    if "problem" in message:
+        raise NoReference(message["problem"])
     last = errors[-1].strip() if errors else ""
     raise Ended(f"the process that computes it ended with {child.returncode} {last[:200]}".strip())
 
@@ -108,7 +113,10 @@ def make_request(
     device: str,
     dtype: str,
 ) -> Request:
-    """Raises MODEL where the checkpoint is not on disk, USAGE for an unknown device or type."""
+    """A request for a checkpoint on disk; see store.Request.
+
+    Raises MODEL if the checkpoint is not on disk, USAGE for an unknown device or dtype.
+    """
     for name, value, known in (("--device", device, DEVICES), ("--dtype", dtype, DTYPES)):
         if value not in known:
             raise NibbleError(

@@ -1,4 +1,4 @@
-"""Maps a checkpoint's tensors to transformers' parameters by its table of conversions."""
+"""Maps a checkpoint's tensors to transformers' parameters with transformers' conversion table."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Source:
-    """Where one parameter comes from: tensors of the checkpoint and, where there is one, the
-    conversion that joins them.
+    """The tensors of the checkpoint that make the parameter `target`.
+
+    `converter`: transformers' WeightConverter that joins them, or None for a single tensor.
     """
 
     def __init__(self, target: str, converter: Any | None) -> None:
         self.target, self._converter = target, converter
-        self.parts: list[tuple[str, str]] = []  # pattern, name
+        self.parts: list[tuple[str, str]] = []  # (the converter's pattern, the tensor's name)
 
     def load(self, weights: Weights, config: Any) -> Tensor:
         """The whole parameter."""
@@ -30,20 +31,20 @@ class Source:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the parameter stacks tensors that the checkpoint has one by one."""
+        """Whether the parameter stacks tensors that the checkpoint stores one per expert."""
         return self._converter is not None and all(EXPERT.search(name) for _, name in self.parts)
 
     def load_expert(self, weights: Weights, expert: int, config: Any) -> Tensor:
-        """One expert's slice of a stacked parameter."""
+        """One expert's slice of a stacked parameter. Raises Unsupported if it is missing."""
         if not self.has_experts:
             return weights.load(self.parts[0][1], expert, expert + 1)[0]
-        own = [(pattern, name) for pattern, name in self.parts if _number(name) == expert]
-        if not own:
+        parts = [(pattern, name) for pattern, name in self.parts if _number(name) == expert]
+        if not parts:
             raise Unsupported(f"the checkpoint has no expert {expert} for {self.target}")
-        joined = self._join(weights, own, config)
+        joined = self._join(weights, parts, config)
         value = joined[0]
-        if (how := getattr(joined, INPUT, None)) is not None:
-            setattr(value, INPUT, how)
+        if (rounding := getattr(joined, INPUT, None)) is not None:
+            setattr(value, INPUT, rounding)
         return value
 
     def _join(self, weights: Weights, parts: Iterable[tuple[str, str]], config: Any) -> Tensor:
@@ -56,34 +57,34 @@ class Source:
             inputs.append(getattr(value, INPUT, None))
             tensors.setdefault(pattern, []).append(value)
         converter = deepcopy(self._converter)
-        found: Any = tensors
+        converted: Any = tensors
         for operation in converter.operations:
-            found = operation.convert(
-                found,
+            converted = operation.convert(
+                converted,
                 source_patterns=converter.source_patterns,
                 target_patterns=converter.target_patterns,
                 full_layer_name=self.target,
                 config=config,
             )
-        values = list(found.values())
-        if len(values) > 1:  # one tensor that makes several parameters
-            values = [value for key, value in found.items() if key in self.target]
+        values = list(converted.values())
+        if len(values) > 1:  # the converter splits one tensor into several parameters
+            values = [value for key, value in converted.items() if key in self.target]
         result = values[0][0] if isinstance(values[0], list) else values[0]
-        known = [one for one in inputs if one is not None]
+        known = [rounding for rounding in inputs if rounding is not None]
         if known and len(known) == len(inputs):
-            # gate and up of one expert read one input: kernels take the larger scale
-            # (engine/plugin/report/probes.py)
+            # gate and up of an expert share one input: kernels use the larger scale, as
+            # nibble/engine/plugin/report/probes.py does.
             setattr(result, INPUT, (known[0][0], max(scale for _, scale in known)))
         return result
 
 
 def _number(name: str) -> int:
-    found = EXPERT.search(name)
-    return int(found[1]) if found else -1
+    match = EXPERT.search(name)
+    return int(match[1]) if match else -1
 
 
 def sources_of(model: Any, weights: Weights) -> dict[str, Source]:
-    """Parameter (or kept buffer) -> its source, for all that the checkpoint has."""
+    """Name of a parameter or stored buffer -> its source, for every one the checkpoint has."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -93,11 +94,11 @@ def sources_of(model: Any, weights: Weights) -> dict[str, Source]:
     )
 
     table = get_model_conversion_mapping(model)
-    renamings = [one for one in table if isinstance(one, WeightRenaming)]
-    converters = [one for one in table if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     known, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for name in sorted(weights.names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known:
@@ -108,16 +109,15 @@ def sources_of(model: Any, weights: Weights) -> dict[str, Source]:
         targets = [target]
         if converter is not None and len(converter.target_patterns) > 1:
             first = converter.target_patterns[0]
-            targets = [target.replace(first, one) for one in converter.target_patterns]
-        for one in targets:
-            found.setdefault(one, Source(one, converter)).parts.append((pattern or name, name))
-    return found
+            targets = [target.replace(first, other) for other in converter.target_patterns]
+        for target in targets:
+            source = sources.setdefault(target, Source(target, converter))
+            source.parts.append((pattern or name, name))
+    return sources
 
 
 def missing(model: Any, sources: dict[str, Source]) -> list[str]:
-    """Parameters that nothing in the checkpoint makes; tied ones are found in what they are tied
-    to.
-    """
+    """Parameters without a source. A tied parameter has the source of the one it is tied to."""
     tied = getattr(model, "all_tied_weights_keys", {})
     return [
         name
@@ -127,8 +127,8 @@ def missing(model: Any, sources: dict[str, Source]) -> list[str]:
 
 
 def as_parameter(value: Tensor) -> torch.nn.Parameter:
-    """A parameter that keeps how its inputs are rounded."""
-    made = torch.nn.Parameter(value, requires_grad=False)
-    if (how := getattr(value, INPUT, None)) is not None:
-        setattr(made, INPUT, how)
-    return made
+    """`value` as a parameter that keeps the attribute INPUT."""
+    parameter = torch.nn.Parameter(value, requires_grad=False)
+    if (rounding := getattr(value, INPUT, None)) is not None:
+        setattr(parameter, INPUT, rounding)
+    return parameter

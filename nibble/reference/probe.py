@@ -1,6 +1,6 @@
-"""One pass of a reference: inputs and products of each layer, its contribution, and logits.
+"""One pass of a reference that records each layer's inputs and output, and the logits.
 
-The worker feeds the same values to vLLM's layers (nibble.engine.plugin.report.definition).
+The worker feeds the same inputs to vLLM's layers (nibble/engine/plugin/report/definition.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from nibble.engine.plugin.report.inside import row_errors
 from nibble.reference.inside import Inside
 from nibble.reference.streaming import InBf16, StreamedModel
 
-LOGIT_PLACES = 4  # of the text, whose logits are kept for the whole vocabulary
-SAMPLED = 16  # tokens from the whole text, and as many from its last quarter
+LOGIT_PLACES = 4  # positions of the text for which the logits of the whole vocabulary are kept
+SAMPLED = 16  # tokens from the whole text, and the same number from its last quarter
 
 
 class Probe:
-    """`run` is the pass; `tensors` is what it kept."""
+    """`run` is the pass over the tokens `ids`; `tensors` returns what it recorded.
+
+    small: further tensors to store, such as the weights of norms.
+    """
 
     def __init__(
         self, model: StreamedModel, ids: tuple[int, ...], small: dict[str, Tensor]
@@ -62,49 +65,55 @@ class Probe:
             before = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             after = output[0] if isinstance(output, tuple) else output
             if before.ndim != 3 or before.shape != after.shape:
-                self._fits = False  # streams of another form, as Gemma 3n's
+                # A residual stream of another shape, as in Gemma 3n: layers are not compared.
+                self._fits = False
                 return
             inside.finish()
             if not self._inputs:
                 self._inputs.append(before[0].bfloat16().cpu())
             self._inputs.append(after[0].bfloat16().cpu())
-            right = (after - before)[0, self.tokens].float().cpu()
-            self._added.append(right)
+            added = (after - before)[0, self.tokens].float().cpu()
+            self._added.append(added)
             self._norms.append(float(after[0].norm(dim=-1).mean()))
-            noise = self._rounding(layer, args, kwargs, before, right)
+            noise = self._rounding(layer, args, kwargs, before, added)
             with inside.fed():
-                self._noise.append((noise, self._rounding(layer, args, kwargs, before, right)))
+                self._noise.append((noise, self._rounding(layer, args, kwargs, before, added)))
 
         return hook
 
     def _rounding(
-        self, layer: nn.Module, args: Any, kwargs: Any, before: Tensor, right: Tensor
+        self, layer: nn.Module, args: Any, kwargs: Any, before: Tensor, added: Tensor
     ) -> float:
-        """How far what the layer adds is from itself where products are rounded to BF16."""
+        """The median relative change of what the layer adds when products are rounded to BF16."""
         rounded = before.bfloat16().to(before.dtype)
         if "hidden_states" in kwargs:
             kwargs = kwargs | {"hidden_states": rounded}
         else:
             args = (rounded, *args[1:])
         with InBf16():
-            again = layer.forward(*args, **kwargs)
-        again = again[0] if isinstance(again, tuple) else again
-        return float(row_errors((again - rounded)[0, self.tokens].cpu(), right).median())
+            output = layer.forward(*args, **kwargs)
+        after = output[0] if isinstance(output, tuple) else output
+        return float(row_errors((after - rounded)[0, self.tokens].cpu(), added).median())
 
     def norms(self) -> list[float]:
         """Mean norm of each layer's output."""
         return [round(value, 4) for value in self._norms]
 
     def tensors(self) -> dict[str, Tensor]:
-        """`inputs` [layers + 1, tokens, hidden size]; `noise` [layers, 2]: of a layer as it is,
-        and with fed products.
+        """The recorded tensors by name; empty if the layers cannot be compared.
+
+        ids [tokens]; tokens: the sampled ones, [sampled]; places: positions with logits;
+        inputs: BF16 [layers + 1, tokens, hidden size], the last is the output of the last layer;
+        added: BF16 [layers, sampled, hidden size], what each layer adds to the residual stream;
+        noise: [layers, 2], the rounding of a layer, without and with fed inputs of its products;
+        logits: float32 [places, vocabulary].
         """
         if not self._fits or self._logits is None:
             return {}
         inside = {
             name: value
-            for place, one in enumerate(self._inside)
-            for name, value in one.tensors(place).items()
+            for place, points in enumerate(self._inside)
+            for name, value in points.tensors(place).items()
         }
         return {
             "ids": torch.tensor(self.ids),

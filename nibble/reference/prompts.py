@@ -1,9 +1,9 @@
-"""The texts of a reference: the canary's questions, a text, and a longer text for layers."""
+"""The texts of a reference: the canary's questions, a short text, and a longer text for layers."""
 
 from __future__ import annotations
 
-# Arithmetic, copying, code, another script: where quantization and kernels go wrong, they go wrong
-# in some of these.
+# Arithmetic, copying, code, a non-Latin script and JSON: varied texts use many different tokens and
+# experts.
 QUESTIONS = (
     "What is 17 + 25? Answer with the number only.",
     "Repeat exactly these words and nothing else: copper lantern seventeen rivers",
@@ -11,13 +11,13 @@ QUESTIONS = (
     "用一句话解释为什么天空是蓝色的。",
     'Answer with one JSON object: the keys are "city" and "country", the city is Lisbon.',
 )
-# Names of chat templates' switches: an answer without its reasoning.
+# Variables of common chat templates that switch reasoning off.
 NO_THINKING = {"enable_thinking": False, "thinking": False}
 PLAIN_TEXT = "The quick brown fox jumps over the lazy dog"
 ANSWER_TOKENS = 16
-# Longer than a window of 128 tokens, which a server may have where the model has none.
+# More than 128: a server with a wrong sliding window of 128 tokens then computes other values.
 PROBE_TOKENS = 192
-PROBE_LIMIT = 1100  # a model's own window is met where this is enough
+PROBE_LIMIT = 1100  # a longer text would cost too much
 PROBE_TEXT = (
     "The harbour town of Elvik has two lighthouses. The older one, built"  # style: ignore
     " in 1794 of red granite,"
@@ -36,8 +36,8 @@ PROBE_TEXT = (
 
 
 def probe_tokens(window: int | None, max_position: int | None) -> int:
-    """Tokens of the longer text: some more than the model's own window, where that is short
-    enough.
+    """The length of the longer text: 64 tokens more than the model's sliding window, if that is at
+    most PROBE_LIMIT.
     """
     tokens = PROBE_TOKENS
     if window is not None and PROBE_TOKENS <= window + 64 <= PROBE_LIMIT:

@@ -1,4 +1,4 @@
-"""Computed references in nibble's cache, one for each checkpoint state and activation kind."""
+"""Stores computed references in nibble's cache: one per state of a checkpoint and activations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 
-FORMAT = 2  # of the files; others are not read
+FORMAT = 2  # version of the files; other versions are ignored
 FOLDER = "references"
 LAYERS = ".layers.safetensors"
-# Beside the weights: what decides about tokens and about the module.
+# Files beside the weights that determine the tokens and the module.
 DECIDING = (
     "config.json",
     "hf_quant_config.json",
@@ -32,8 +32,10 @@ DECIDING = (
 
 @dataclass(frozen=True)
 class Request:
-    """What the computing process is asked for. `activations`: fp4 or bf16; `keeps`: weights stay
-    in memory once read.
+    """The arguments of the process that computes a reference (compute.py).
+
+    model: id or path as given; path: the checkpoint's folder; out: the file to write; activations:
+    fp4 or bf16; answer_tokens: per prompt; keeps: weights stay in memory after the first read.
     """
 
     model: str
@@ -54,22 +56,24 @@ class Request:
 
 
 def reference_path(cache: Path, checkpoint: Checkpoint, activations: str) -> Path:
-    """Where the reference of a checkpoint on disk lies, or would."""
+    """The path of a checkpoint's reference in the folder `cache`, whether or not it exists."""
     name = "".join(c if c.isalnum() or c in "-._" else "_" for c in Path(checkpoint.id).name)[:60]
     return cache / FOLDER / f"{name}-{activations}-{identity(checkpoint)}.json"
 
 
 def identity(checkpoint: Checkpoint) -> str:
-    """A digest of the headers, of each weight file's size and time, of the small files, and of
-    what computes.
+    """A digest of everything that determines a reference.
+
+    It covers the tensors' headers, the size and time of each weight file, the files of DECIDING,
+    and the versions of the format and of transformers.
     """
     assert checkpoint.path is not None
     digest = hashlib.sha256()
     for name, info in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {info.dtype} {info.shape} {info.file} {info.offset}\n".encode())
     for file in sorted({info.file for info in checkpoint.tensors.values()}):
-        found = (checkpoint.path / file).stat()
-        digest.update(f"{file} {found.st_size} {found.st_mtime_ns}\n".encode())
+        status = (checkpoint.path / file).stat()
+        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
     for file in DECIDING:
         path = checkpoint.path / file
         digest.update(file.encode() + (path.read_bytes() if path.is_file() else b"-"))
@@ -78,14 +82,20 @@ def identity(checkpoint: Checkpoint) -> str:
 
 
 def versions() -> str:
+    """The library that computes, with its version, for `identity` and the file's head."""
     try:
         return f"transformers {metadata.version('transformers')}"
     except metadata.PackageNotFoundError:
         return "no transformers"
 
 
-def write_reference(request: Request, found: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Both files, each all of it or nothing; the one that readers look for comes last."""
+def write_reference(
+    request: Request, content: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> None:
+    """Write the tensors and the JSON file, each atomically.
+
+    The JSON file comes last, because readers look for it first.
+    """
     out = Path(request.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     layers = out.with_name(out.stem + LAYERS)
@@ -101,19 +111,19 @@ def write_reference(request: Request, found: Mapping[str, Any], tensors: Mapping
         "activations": request.activations,
         "layer_file": layers.name if tensors else None,
     }
-    scratch.write_text(json.dumps({**head, **found}, ensure_ascii=False))
+    scratch.write_text(json.dumps({**head, **content}, ensure_ascii=False))
     scratch.replace(out)
 
 
 def layer_file(path: Path, data: Mapping[str, Any]) -> Path | None:
-    """The tensors beside a reference, where there are any."""
+    """The file of tensors beside the reference `path` with the content `data`, if it exists."""
     name = data.get("layer_file")
-    found = path.with_name(str(name)) if name else None
-    return found if found is not None and found.is_file() else None
+    file = path.with_name(str(name)) if name else None
+    return file if file is not None and file.is_file() else None
 
 
 def read_reference(path: Path) -> dict[str, Any] | None:
-    """A reference as it was written; None where there is none of this format that can be read."""
+    """The content of a reference, or None if the file is missing, invalid or of another FORMAT."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -122,8 +132,8 @@ def read_reference(path: Path) -> dict[str, Any] | None:
 
 
 def layer_files(references: Mapping[str, Path]) -> dict[str, str]:
-    """Activations -> tensors for the workers' comparison."""
-    found = {
-        kind: layer_file(place, read_reference(place) or {}) for kind, place in references.items()
+    """Format of activations -> path of the tensors, for the workers. `references`: JSON files."""
+    files = {
+        kind: layer_file(path, read_reference(path) or {}) for kind, path in references.items()
     }
-    return {kind: str(file.absolute()) for kind, file in found.items() if file is not None}
+    return {kind: str(file.absolute()) for kind, file in files.items() if file is not None}

@@ -1,8 +1,8 @@
-"""Runs transformers' module of an architecture with only one layer's weights in memory.
+"""Runs transformers' module of an architecture with the weights of one layer in memory at a time.
 
-The module is made on the `meta` device. Decoder layers and parts of the output head are units of
-Lockstep: loaded when the first pass enters one, freed after the last has left it. Stacked experts
-are read when they are chosen, embeddings by the rows in use.
+The module is created on the `meta` device. Decoder layers and parts of the output head are the
+units of lockstep.py: loaded when the first pass enters, freed after the last pass has left. Stacked
+experts are read when the router chooses them, and only the used rows of embeddings are read.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from nibble.reference.lockstep import Lockstep
 from nibble.reference.mapping import Source, as_parameter, missing, sources_of
 from nibble.reference.weights import BY_TOKEN, INPUT, Unsupported, Weights, rounded_input
 
-HEAD_ROWS = 16384
+HEAD_ROWS = 16384  # rows of the output head in one unit
 
 
 class RoundedInputs(TorchFunctionMode):
-    """Within it, what is multiplied with a weight that says how is rounded as kernels for
-    quantized activations round it.
+    """A mode in which inputs of quantized weights are rounded as a server's kernels round them.
+
+    The weight's attribute INPUT says how. Weights without it leave their inputs unrounded.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func is torch.nn.functional.linear and len(args) > 1
-        how = getattr(args[1], INPUT, None) if is_product else None
-        if how is not None and how[0] != BY_TOKEN:
-            args = (rounded_input(args[0], how), *args[1:])
+        rounding = getattr(args[1], INPUT, None) if is_product else None
+        if rounding is not None and rounding[0] != BY_TOKEN:
+            args = (rounded_input(args[0], rounding), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
 class InBf16(TorchFunctionMode):
-    """Within it, products take and give BF16, as a server's do, and those of FP8 weights are
-    rounded where they were not.
+    """A mode in which products have BF16 inputs and outputs, as in a server.
+
+    FP8 weights change sides: inputs that RoundedInputs rounds to FP8 stay in BF16, and inputs that
+    it leaves unrounded are rounded by token. The difference measures what a server may choose.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,12 +51,15 @@ class InBf16(TorchFunctionMode):
         kind, scale = getattr(weight, INPUT, None) or ("", 0.0)
         value = rounded_input(x, (kind, scale)) if kind == BY_TOKEN else x.bfloat16().to(x.dtype)
         if kind == "fp8":
-            weight = weight.detach()  # which has no INPUT
+            weight = weight.detach()  # a copy without INPUT, which RoundedInputs leaves alone
         return func(value, weight, *rest, **(kwargs or {})).bfloat16().to(x.dtype)
 
 
 class LazyExperts:
-    """Stands where a stacked parameter was: an index reads that expert, once for a layer."""
+    """Replaces a stacked parameter of experts: an index reads that expert's weights.
+
+    Each expert is read once until `forget`.
+    """
 
     def __init__(
         self,
@@ -72,22 +78,23 @@ class LazyExperts:
         if expert not in self._read:
             value = self._source.load_expert(self._weights, expert, self._config)
             if tuple(value.shape) != self.shape[1:] and tuple(value.T.shape) == self.shape[1:]:
-                how, value = getattr(value, INPUT, None), value.T
-                if how is not None:
-                    setattr(value, INPUT, how)
+                rounding, value = getattr(value, INPUT, None), value.T
+                if rounding is not None:
+                    setattr(value, INPUT, rounding)
             self._read[expert] = value
         return self._read[expert]
 
     def forget(self) -> None:
+        """Free the experts that were read."""
         self._read.clear()
 
 
 class StreamedModel:
-    """`passes` runs functions of the module in lockstep; within them `module` computes as if it
-    were loaded.
+    """`module` computes as if it were loaded, inside the functions given to `passes`.
 
-    `keeps`: units stay in memory once they were read. Raises Unsupported for what transformers has
-    no module of.
+    dtype: of the computation; keeps: units stay in memory after their first use.
+    Raises Unsupported if transformers has no module for the architecture, or if the checkpoint
+    lacks a parameter.
     """
 
     def __init__(
@@ -114,20 +121,16 @@ class StreamedModel:
         self.layer_names = tuple(names[layer] for layer in self.layers)
         self._experts: dict[str, list[LazyExperts]] = {}
         self._loaded: set[str] = set()
-        self._head_rows: dict[
-            str, tuple[Source, int, int]
-        ] = {}  # unit -> which rows of which tensor
+        self._head_rows: dict[str, tuple[Source, int, int]] = {}  # unit -> tensor, first row, end
         self._head_weights: dict[str, Tensor] = {}
         self._steps: Lockstep | None = None
         self.on_unit: Callable[[str], None] = lambda name: None
         self._prepare()
 
     def passes(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Results of the functions, each called in a thread, without gradients and with rounded
-        inputs.
-        """
+        """The functions' results. Each runs in a thread, without gradients, in RoundedInputs."""
 
-        def ready(function: Callable[[], Any]) -> Callable[[], Any]:
+        def in_modes(function: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
                 with torch.no_grad(), RoundedInputs():
                     return function()
@@ -135,7 +138,7 @@ class StreamedModel:
             return run
 
         self._steps = Lockstep(self._load, self._free)
-        return self._steps.run([ready(function) for function in functions])
+        return self._steps.run([in_modes(function) for function in functions])
 
     # --- hooks ---
 
@@ -164,8 +167,8 @@ class StreamedModel:
         return hook
 
     def _lazy_experts(self, layer: nn.Module, names: dict[nn.Module, str]) -> list[LazyExperts]:
-        """Takes the stacked parameters out of `layer`."""
-        found = []
+        """Replace the stacked parameters of `layer` by LazyExperts."""
+        replaced = []
         for module in layer.modules():
             for leaf, value in list(module.named_parameters(recurse=False)):
                 source = self._sources.get(f"{names[module]}.{leaf}")
@@ -176,11 +179,11 @@ class StreamedModel:
                     source, self._weights, self.config, tuple(value.shape), self.dtype
                 )
                 object.__setattr__(module, leaf, lazy)
-                found.append(lazy)
-        return found
+                replaced.append(lazy)
+        return replaced
 
     def _embed(self, name: str) -> Callable[..., Any]:
-        """Reads the rows in use and numbers them anew."""
+        """A hook that loads only the rows of the pass's tokens, and renumbers the tokens."""
 
         def hook(module: Any, args: Any) -> Any:
             rows, places = args[0].unique(return_inverse=True)
@@ -193,10 +196,11 @@ class StreamedModel:
         return hook
 
     def _head(self, name: str, head: Any) -> Callable[[Tensor], Tensor]:
-        """Logits in parts, each of them a unit: read once for all passes, and never whole in
-        memory unless weights are kept.
-        """
+        """A `forward` that computes the logits in parts of HEAD_ROWS, each a unit.
 
+        All passes share one read of each part, and the head is never in memory as a whole unless
+        weights are kept.
+        """
         source = self._source(f"{name}.weight")
         rows = self._weights.shape(source.parts[0][1])[0]
         for start in range(0, rows, HEAD_ROWS):
@@ -204,11 +208,11 @@ class StreamedModel:
 
         def forward(x: Tensor) -> Tensor:
             assert self._steps is not None
-            found = []
+            parts = []
             for unit in self._head_rows:
                 self._steps.arrive(unit)
-                found.append(nn.functional.linear(x, self._head_weights[unit]))
-            logits = torch.cat(found, -1)
+                parts.append(nn.functional.linear(x, self._head_weights[unit]))
+            logits = torch.cat(parts, -1)
             bias = self._sources.get(f"{name}.bias")
             return logits if bias is None else logits + bias.load(self._weights, self.config)
 
@@ -241,15 +245,16 @@ class StreamedModel:
                 source = self._sources.get(f"{prefix}.{leaf}")
                 if source is None:
                     continue
-                made = source.load(self._weights, self.config)
-                if made.shape != value.shape:
+                loaded = source.load(self._weights, self.config)
+                if loaded.shape != value.shape:
                     raise Unsupported(
-                        f"{prefix}.{leaf} has shape {list(made.shape)}, {list(value.shape)} is due"
+                        f"{prefix}.{leaf} has shape {list(loaded.shape)}, expected"
+                        f" {list(value.shape)}"
                     )
                 if leaf in owner._buffers:
-                    owner._buffers[leaf] = made
+                    owner._buffers[leaf] = loaded
                 else:
-                    owner._parameters[leaf] = as_parameter(made)
+                    owner._parameters[leaf] = as_parameter(loaded)
         self._loaded.add(unit)
 
     def _free(self, unit: str) -> None:
@@ -269,28 +274,31 @@ class StreamedModel:
         self._loaded.discard(unit)
 
 
-_BUILDING = threading.Lock()
+_BUILDING = threading.Lock()  # _from_config sets torch's default dtype for the whole process
 
 
 def make_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The architecture's class on the meta device. Raises Unsupported."""
+    """The checkpoint's architecture as transformers' module, on the meta device.
+
+    Raises Unsupported if transformers does not have it or it does not generate text.
+    """
     import transformers
     from transformers import AutoConfig
 
     transformers.logging.set_verbosity_error()
     name = str(checkpoint.architecture)
-    found: Any = getattr(transformers, name, None)
-    if found is None:
+    architecture: Any = getattr(transformers, name, None)
+    if architecture is None:
         code = "; nibble does not run the checkpoint's code" if checkpoint.custom_code else ""
         raise Unsupported(f"transformers {transformers.__version__} has no module {name}{code}")
     config: Any = AutoConfig.from_pretrained(str(checkpoint.path), trust_remote_code=False)
-    if not isinstance(config, found.config_class):
+    if not isinstance(config, architecture.config_class):
         raise Unsupported(f"config.json describes another model than {name}")
-    for one in (config, config.get_text_config()):
-        if hasattr(one, "quantization_config"):
-            del one.quantization_config
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     with _BUILDING, torch.device("meta"):
-        module = found._from_config(config, dtype=dtype, attn_implementation="eager")
+        module = architecture._from_config(config, dtype=dtype, attn_implementation="eager")
     if hasattr(module, "set_experts_implementation"):
         module.set_experts_implementation("eager")
     if module.get_output_embeddings() is None:
@@ -299,35 +307,34 @@ def make_module(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 def decoder_layers(module: Any) -> list[nn.Module]:
-    """The layers of the text model, first to last."""
+    """The layers of the text model, first to last. Raises Unsupported if there is no list."""
     count = module.config.get_text_config().num_hidden_layers
     decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
-    lists = [
-        one for one in decoder.modules() if isinstance(one, nn.ModuleList) and len(one) == count
-    ]
+    modules = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
+    lists = [modules_list for modules_list in modules if len(modules_list) == count]
     if not lists:
         raise Unsupported(f"{type(module).__name__} has no list of its {count} layers")
     return list(lists[0])
 
 
 def _is_tower(name: str) -> bool:
-    """Parameters for images and sound, which a text never meets."""
-    return any(
-        part in name for part in ("visual", "vision", "audio", "multi_modal", "image", "mtp")
-    )
+    """Whether a parameter is for images, sound or drafts, which a pass over text does not use."""
+    towers = ("visual", "vision", "audio", "multi_modal", "image", "mtp")
+    return any(part in name for part in towers)
 
 
 def _fill_buffers(module: Any, device: torch.device, stored: Collection[str]) -> None:
-    """Buffers that no checkpoint has (rotary frequencies, scales of embeddings), as transformers
-    makes them after a load: some by their owner, others by the model around it (Falcon-H1's
-    multipliers). Raises Unsupported where neither does.
+    """Compute the buffers that no checkpoint stores: rotary frequencies, scales of embeddings.
+
+    transformers computes them after a load: `_init_weights` of the nearest model around the module
+    fills most of them, and some (Falcon-H1's multipliers) only when called with the model itself.
+    Raises Unsupported for a buffer that stays without values.
     """
     from transformers import PreTrainedModel
 
-    models = [one for one in module.modules() if isinstance(one, PreTrainedModel)]
-    nearest = {
-        owner: model for model in models for owner in model.modules()
-    }  # inner models come later
+    models = [model for model in module.modules() if isinstance(model, PreTrainedModel)]
+    # Inner models come later in `models` and overwrite outer ones.
+    nearest = {owner: model for model in models for owner in model.modules()}
     owners = [
         owner for owner in module.modules() if any(True for _ in owner.buffers(recurse=False))
     ]

@@ -1,7 +1,6 @@
-"""A checkpoint's tensors as numbers: NVFP4 and FP8 dequantized, one piece at a time.
+"""Reads a checkpoint's tensors and dequantizes NVFP4 and FP8, one tensor or some rows at a time.
 
-Runs in the child process that computes a reference, which is the one place of nibble that imports
-torch.
+Runs in the child process that computes a reference. nibble's main process does not import torch.
 """
 
 from __future__ import annotations
@@ -45,22 +44,23 @@ SCALES = (
     ".weight_zero_point",
 )
 STACKED_SCALES = ("_weight_scale", "_weight_scale_2", "_input_scale")
-# Attribute of a weight: how what it is multiplied with is rounded. A server may leave the inputs of
-# FP8 weights in BF16, or round those to FP8 for which the checkpoint has no scale (`by token`):
-# that difference is part of a layer's noise.
+# INPUT is an attribute of a weight: how its input is rounded, as (kind, scale); kinds are "fp4",
+# "fp8" and BY_TOKEN. BY_TOKEN marks FP8 weights without an input scale in the checkpoint. A server
+# may leave the inputs of any FP8 weight in BF16, or round them with a scale per token; the
+# difference counts as the layer's noise (streaming.InBf16).
 INPUT, BY_TOKEN = "nibble_input", "fp8 by token"
-FP8_BLOCK = 128  # rows and columns with one scale, where their number does not say otherwise
+FP8_BLOCK = 128  # rows and columns that share a scale, unless the number of scales says otherwise
 
 
 class Unsupported(Exception):
-    """Why a checkpoint has no computed reference, in one line."""
+    """The reason why a checkpoint cannot have a computed reference, in one line."""
 
 
 class Weights:
-    """Tensors of a checkpoint on disk by the name that they have without quantization. A context
-    manager.
+    """Tensors of a checkpoint on disk, by their names in the unquantized model. A context manager.
 
-    `rounds_inputs`: weights carry the scale that their inputs are rounded with (fp4 activations).
+    dtype, device: of loaded tensors; rounds_inputs: NVFP4 weights get the attribute INPUT, for FP4
+    activations. Raises Unsupported.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Weights:
         self._files.__exit__()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor without quantization."""
+        """The shape of the unquantized tensor; stacked experts are [experts, K, N]."""
         if (weight := self._nvfp4.get(name)) is None:
             return self._tensors[name].shape
         if weight.experts:
@@ -94,13 +94,13 @@ class Weights:
         return weight.rows, weight.columns
 
     def load(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The tensor, or its rows [start, stop), in the reference's type."""
+        """The dequantized tensor, or its rows (or experts) [start, stop), in `dtype`.
+
+        Integers keep their type. Raises Unsupported for a format that nibble cannot read.
+        """
         if (weight := self._nvfp4.get(name)) is not None:
-            return (
-                self._load_stacked(weight, start, stop)
-                if weight.experts
-                else self._load_nvfp4(weight, start, stop)
-            )
+            load = self._load_stacked if weight.experts else self._load_nvfp4
+            return load(weight, start, stop)
         value = self._read(self._tensors[name], start, stop)
         if not value.is_floating_point():
             return value.to(self._device)
@@ -124,10 +124,8 @@ class Weights:
         else:
             end = info.shape[0] if stop is None else min(stop, info.shape[0])
             row = info.nbytes // max(1, info.shape[0])
-            data, shape = (
-                self._files.read(info, start * row, end * row),
-                (end - start, *info.shape[1:]),
-            )
+            data = self._files.read(info, start * row, end * row)
+            shape = (end - start, *info.shape[1:])
         if not data:
             return torch.empty(shape, dtype=DTYPES[info.dtype])
         return torch.frombuffer(bytearray(data), dtype=DTYPES[info.dtype]).reshape(shape)
@@ -140,20 +138,20 @@ class Weights:
         return self._with_input(value, weight, 0)
 
     def _load_stacked(self, weight: Nvfp4Weight, start: int, stop: int | None) -> Tensor:
-        """Experts [start, stop) as [experts, K, N], the layout that the file has them in."""
+        """Experts [start, stop) as [experts, K, N], the layout of the file."""
         assert weight.scale is not None and weight.global_scale is not None
         end = weight.experts if stop is None else stop
-        found = []
+        experts = []
         for expert in range(start, end):
-            codes = (
-                self._read(weight.weight, expert, expert + 1)[0].view(torch.uint8).T.contiguous()
-            )
+            packed = self._read(weight.weight, expert, expert + 1)[0]
+            codes = packed.view(torch.uint8).T.contiguous()
             scales = self._read(weight.scale, expert, expert + 1)[0].T.contiguous()
             scale = self._multiplier(weight, weight.global_scale).flatten()
-            found.append(dequantize(Packed(codes, scales, scale[min(expert, len(scale) - 1)])).T)
-        return self._with_input(torch.stack(found), weight, start)
+            experts.append(dequantize(Packed(codes, scales, scale[min(expert, len(scale) - 1)])).T)
+        return self._with_input(torch.stack(experts), weight, start)
 
     def _multiplier(self, weight: Nvfp4Weight, info: TensorInfo) -> Tensor:
+        """A global scale as a factor: compressed-tensors stores its inverse."""
         value = self._read(info).float()
         return 1 / value if weight.layout == "compressed-tensors" else value
 
@@ -165,59 +163,60 @@ class Weights:
         return value
 
     def _load_fp8(self, name: str, value: Tensor, start: int) -> Tensor:
+        """Rows of an FP8 weight, from row `start`, multiplied with their scales."""
         module = name.removesuffix(".weight")
-        info = self._tensors.get(f"{module}.weight_scale") or self._tensors.get(
-            f"{module}.weight_scale_inv"
-        )
+        names = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
+        info = next((self._tensors[each] for each in names if each in self._tensors), None)
         if info is None:
             raise Unsupported(f"{name} is {value.dtype} without a scale")
-        scale, rows = self._read(info).float(), value.shape[0]
-        whole = self._tensors[name].shape
-        if (
-            len(info.shape) == 2
-            and len(whole) == 2
-            and info.shape != (whole[0], 1)
-            and scale.numel() > 1
-        ):
-            high, wide = (
-                block_size(size, count) for size, count in zip(whole, info.shape, strict=True)
-            )
-            scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[
-                start : start + rows, : whole[1]
-            ]
-        elif scale.numel() > 1:
-            scale = scale.reshape(-1, *[1] * (value.ndim - 1))[start : start + rows]
+        scale = self._fp8_scale(info, self._tensors[name].shape, start, value)
         result = (value.float() * scale).to(self._device, self._dtype)
-        given = self._tensors.get(f"{module}.input_scale")
-        if given is not None and given.elements == 1:
-            setattr(result, INPUT, ("fp8", float(self._read(given).float().reshape(()))))
+        input_scale = self._tensors.get(f"{module}.input_scale")
+        if input_scale is not None and input_scale.elements == 1:
+            setattr(result, INPUT, ("fp8", float(self._read(input_scale).float().reshape(()))))
         else:
             setattr(result, INPUT, (BY_TOKEN, 0.0))
         return result
 
+    def _fp8_scale(
+        self, info: TensorInfo, whole: tuple[int, ...], start: int, value: Tensor
+    ) -> Tensor:
+        """The scales of `value`, which is the rows from `start` of a weight of shape `whole`.
+
+        One for the tensor, one per row, or one per block.
+        """
+        scale, rows = self._read(info).float(), value.shape[0]
+        if scale.numel() <= 1:
+            return scale
+        if len(info.shape) == 2 and len(whole) == 2 and info.shape != (whole[0], 1):
+            high, wide = (
+                block_size(size, count) for size, count in zip(whole, info.shape, strict=True)
+            )
+            blocks = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+            return blocks[start : start + rows, : whole[1]]
+        return scale.reshape(-1, *[1] * (value.ndim - 1))[start : start + rows]
+
 
 def block_size(size: int, blocks: int) -> int:
-    """Rows or columns of a block: the last one may have fewer."""
+    """The rows or columns of a block, for `size` of them in `blocks`. The last may be smaller."""
     return FP8_BLOCK if -(-size // FP8_BLOCK) == blocks else -(-size // blocks)
 
 
-def rounded_input(x: Tensor, how: tuple[str, float]) -> Tensor:
-    """x as a kernel for quantized activations reads it, back in x's type.
+def rounded_input(x: Tensor, rounding: tuple[str, float]) -> Tensor:
+    """x rounded as a kernel for quantized activations rounds it, in x's shape and dtype.
 
-    A server hands BF16 to its layers; x is rounded to that first, so that both sides meet the same
-    midpoints.
+    rounding: the attribute INPUT of the weight. x is rounded to BF16 first, because the layers of a
+    server get BF16: then both sides round the same values to the same codes.
     """
-    kind, scale = how
+    kind, scale = rounding
     if not x.numel():
         return x
     if kind in ("fp8", BY_TOKEN):
         limit, value = torch.finfo(torch.float8_e4m3fn).max, x.bfloat16().float()
-        by = (
-            value.abs().amax(-1, keepdim=True).clamp(min=1e-12) / limit
-            if kind == BY_TOKEN
-            else scale
-        )
-        return ((value / by).clamp(-limit, limit).to(torch.float8_e4m3fn).float() * by).to(x.dtype)
+        if kind == BY_TOKEN:
+            scale = value.abs().amax(-1, keepdim=True).clamp(min=1e-12) / limit
+        codes = (value / scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
+        return (codes.float() * scale).to(x.dtype)
     from nibble_kernels.activation_quant import nvfp4_quant
     from nibble_kernels.conversions import e2m1_decode, e4m3_decode
 
@@ -232,10 +231,10 @@ def rounded_input(x: Tensor, how: tuple[str, float]) -> Tensor:
 
 
 def float_bytes(tensors: Mapping[str, TensorInfo], itemsize: int) -> int:
-    """Bytes of all weights once dequantized."""
-    packed = {"U8": 2, "F4": 1}
+    """Bytes of all weights after dequantization to numbers of `itemsize` bytes."""
+    values_per_element = {"U8": 2, "F4": 1}
     return sum(
-        one.elements * packed.get(one.dtype, 1) * itemsize
-        for one in tensors.values()
-        if one.elements > 1
+        info.elements * values_per_element.get(info.dtype, 1) * itemsize
+        for info in tensors.values()
+        if info.elements > 1
     )

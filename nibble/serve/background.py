@@ -148,7 +148,7 @@ def _make_folders(place: Place) -> None:
 def _spawn(
     place: Place, words: Sequence[str], environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # -P: not what lies in the working directory; from a checkout nibble is found by its own place.
+    # -P keeps the working directory off the path; PYTHONPATH finds nibble in a checkout.
     path = os.pathsep.join(
         filter(None, [str(Path(__file__).resolve().parents[2]), environ.get("PYTHONPATH")])
     )
@@ -187,7 +187,7 @@ def _already(place: Place) -> NibbleError:
 
 
 def _ended_early(place: Place, code: int) -> NibbleError:
-    """The server's own error line, from its log."""
+    """The server's error line, from its log."""
     prefix = "nibble: error: "
     said = [line for line in place.log.tail(50)[0] if line.startswith(prefix)]
     what = (
@@ -206,8 +206,8 @@ def _ended_early(place: Place, code: int) -> NibbleError:
 def registered(
     place: Place, model: str, control_port: int, drain_s: int
 ) -> Iterator[Callable[[int], None]]:
-    """Hold the port's lock and keep its record while a server in the background runs; yields
-    what notes its exit code.
+    """Hold the port's lock and keep the record while a background server runs; yields the function
+    that records its exit code.
     """
     try:
         descriptor = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -230,7 +230,7 @@ def registered(
 
 
 def note_end(place: Place, code: int) -> None:
-    """Note this process's exit code, where it is the server in the background of that port."""
+    """Record this process's exit code, if it is the background server of that port."""
     record = place.read()
     if record is not None and record.pid == os.getpid():
         place.write(replace(record, exit_code=int(code)))
@@ -327,5 +327,5 @@ def show_logs(place: Place, lines: int, follow: bool) -> None:
 
 
 def _shown(text: str) -> str:
-    """A log holds what users sent: without what a terminal would act on."""
+    """A log line without terminal control sequences: a log holds users' input."""
     return printable(text.replace("\r\n", "\n").replace("\r", "\n"))

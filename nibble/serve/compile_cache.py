@@ -8,45 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import fnmatch
-import hashlib
 import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nibble.machine.disk import folder_bytes
 from nibble.plan.compile_cache import CacheKey, CachePlan
+from nibble.serve.compile_record import KEY, LOCK, RECORD, damage, write_json, write_record
 
-KEY, RECORD, LOCK = "entry.json", "files.json", "lock"
 DROPPED = ".dropped-"
-READ_BYTES = 4 << 20
-# Rewritten while a server runs or by the next one, or kept by the driver;
-# of JSON among them only that it can be read is certain.
-REWRITTEN = (
-    "*/modelinfos/*",
-    "*/startup_plan/*",
-    "*/flashinfer_autotune_cache/*",
-    "*/gpu_p2p_access_cache*",
-    "*.autotune.json",
-    "*.best_config",
-    "*.log",
-    "*.lock",
-    "*/.ninja_log",
-    "*/.ninja_deps",
-    "cuda/*",
-    "*/__pycache__/*",
-)
-# On the way into the cache; gone or renamed at any moment.
-PASSING = ("*.tmp", "*.tmp.*", "*/tmp.*", "*/.tmp*", "*.incomplete")
-# What a damaged record may raise when it is read.
-BROKEN = (ValueError, LookupError, TypeError, AttributeError, OverflowError, IsADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -106,7 +82,7 @@ class Use:
                     write_record(folder)
 
     def close(self) -> None:
-        """Record what was compiled since, and release the entries."""
+        """Record what was compiled since the server was ready, and release the entries."""
         if self._was_ready:
             self.record()
         for descriptor in self._locks:
@@ -121,8 +97,8 @@ class Use:
         os.utime(folder / KEY)
 
     def _share_model_inspection(self) -> None:
-        """vLLM inspects a model class in a separate process, keyed by its source: the same
-        whatever the flags.
+        """Share vLLM's inspection of model classes among entries: it depends on the class's source,
+        not on flags.
         """
         if not self._caches.keys:
             return
@@ -162,21 +138,15 @@ def _kept(name: str, problem: str) -> str:
 def _make(folder: Path, key: CacheKey) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / KEY).exists():
-        _write_json(folder / KEY, {"kind": key.kind, "parts": dict(key.parts)})
-
-
-def _write_json(path: Path, data: Any) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(data, indent=1) + "\n")
-    scratch.replace(path)
+        write_json(folder / KEY, {"kind": key.kind, "parts": dict(key.parts)})
 
 
 # --- what is there ---
 
 
 def entries(root: Path) -> list[Entry]:
-    """All entries below `root`, the last used first; a folder without a readable key is listed as
-    unknown.
+    """All entries below `root`, the most recently used first; the kind of a folder without a
+    readable key is unknown.
     """
     found: list[Entry] = []
     for folder in _folders(root):
@@ -219,7 +189,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _exclusive(folder: Path) -> int | None:
-    """The entry's exclusive lock, or None where another process holds it."""
+    """The entry's exclusive lock, or None if another process holds it."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # no server has ever held it
@@ -234,126 +204,12 @@ def _exclusive(folder: Path) -> int | None:
     return descriptor
 
 
-# --- recorded, verified ---
-
-
-def write_record(folder: Path) -> int:
-    """Note the entry's files; how many. Only what changed since the last record is read again."""
-    try:
-        known = _read_record(folder) or {}
-    except BROKEN:  # damaged meanwhile: made anew
-        known = {}
-    now = {path: _stamp(folder / path) for path in _files(folder)}
-    changed = [path for path, stamp in now.items() if known.get(path, [None, None])[:2] != stamp]
-    with ThreadPoolExecutor(4) as pool:
-        hashes = dict(
-            zip(changed, pool.map(lambda path: _sha256(folder / path), changed), strict=True)
-        )
-    files = {path: [*stamp, hashes.get(path) or known[path][2]] for path, stamp in now.items()}
-    _write_json(folder / RECORD, {"files": {path: row for path, row in files.items() if row[2]}})
-    return len(files)
-
-
-def damage(folder: Path, sizes_only: bool = False) -> Iterator[str]:
-    """What differs from the record: missing, truncated or (without `sizes_only`) changed files. An
-    entry without a record shows none.
-    """
-    if not folder.is_dir():
-        return
-    try:
-        known = _read_record(folder)
-    except BROKEN:
-        yield f"{RECORD} cannot be read"
-        return
-    except PermissionError as error:
-        yield f"{RECORD} cannot be read ({error.strerror})"
-        return
-    if known is None:
-        return
-    with ThreadPoolExecutor(4) as pool:
-        found = pool.map(
-            lambda item: _difference(folder, item[0], item[1], sizes_only), known.items()
-        )
-        yield from filter(None, found)
-
-
-def _difference(folder: Path, path: str, row: Sequence[Any], sizes_only: bool) -> str:
-    size, _, digest = row
-    file = folder / path
-    try:
-        if _matches(path, REWRITTEN):
-            return _unreadable(file)
-        if (found := file.stat().st_size) != size:
-            return f"{path} has {found} bytes instead of {size}"
-        same = sizes_only or _sha256(file) == digest
-        return "" if same else f"the sha256 of {path} differs from the recorded one"
-    except FileNotFoundError:
-        return "" if _matches(path, REWRITTEN) else f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
-
-
-def _unreadable(file: Path) -> str:
-    if file.suffix != ".json":
-        return ""
-    try:
-        json.loads(file.read_text())
-    except ValueError:
-        return f"{file.name} is not JSON"
-    return ""
-
-
-def _read_record(folder: Path) -> dict[str, list[Any]] | None:
-    """Path -> [bytes, mtime in ns, sha256]; None where there is no record. Raises ValueError &
-    co. for a damaged one.
-    """
-    try:
-        text = (folder / RECORD).read_text()
-    except FileNotFoundError:
-        return None
-    files = json.loads(text)["files"]
-    return {str(path): [int(row[0]), int(row[1]), str(row[2])] for path, row in files.items()}
-
-
-def _files(folder: Path) -> Iterator[str]:
-    """The entry's files by relative path, without our own, links and what only passes through."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.relpath(os.path.join(parent, name), folder)
-            is_ours = path in (KEY, RECORD, LOCK) or os.path.islink(os.path.join(parent, name))
-            if not is_ours and not _matches(path, PASSING):
-                yield path
-
-
-def _matches(path: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-
-
-def _stamp(path: Path) -> list[int]:
-    try:
-        info = path.stat()
-    except OSError:  # gone meanwhile
-        return [-1, -1]
-    return [info.st_size, info.st_mtime_ns]
-
-
-def _sha256(path: Path) -> str | None:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(READ_BYTES):
-                digest.update(chunk)
-    except FileNotFoundError:
-        return None
-    return digest.hexdigest()
-
-
 # --- pruned ---
 
 
 def drop(folder: Path) -> bool:
-    """Remove an entry; False where a server holds it. It disappears for others at once,
-    even if the removal fails later.
+    """Remove an entry; False if a server holds it. It disappears for other processes at once, even
+    if the removal fails later.
     """
     descriptor = _exclusive(folder)
     if descriptor is None:
@@ -381,10 +237,10 @@ def to_prune(
     max_bytes: int | None = None,
     build: str | None = None,
 ) -> list[Entry]:
-    """What a prune removes, the longest unused first; entries in use stay. Pure.
+    """The entries that a prune removes, the longest unused first; entries in use stay. Pure.
 
-    Older than `older_than_s`; of another build than `build`; and as many of the rest as `max_bytes`
-    requires.
+    It selects entries older than `older_than_s`, of a build other than `build`, and then as many as
+    `max_bytes` requires.
     """
     oldest_first = sorted(
         (entry for entry in found if not entry.is_used), key=lambda entry: entry.last_used_s

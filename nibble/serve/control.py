@@ -87,7 +87,7 @@ class Turn:
         self._server.answers = self._own
 
     def close(self) -> None:
-        """The owner answers again."""
+        """Return to the owner's answers."""
         self._server.answers = self._before
 
 

@@ -1,5 +1,5 @@
-"""A stop: wait until vLLM runs no request, signal it, wait until it has ended. Signals and deaths
-end it.
+"""Stops vLLM: waits until it runs no request, signals it, and waits for its end. A signal or its
+death ends the wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def drain(
     log: DrainReader,
     say: Callable[[str], None],
 ) -> ExitCode | Ended:
-    """Let running requests finish, then end vLLM; how it ended if it did so before the signal."""
+    """Let running requests finish, then end vLLM; returns how it ended if it ended before the
+    signal.
+    """
     limit_s = settings.drain_seconds
     say(
         f"{signal_name(event.signum)}: new requests get 503, running requests may finish for"
@@ -56,7 +58,7 @@ def drain(
 
 
 def _unfinished(end: Ended | Stop | None, log: DrainReader, clients: str, limit_s: float) -> str:
-    """What was unfinished when vLLM ended or the drain gave up, or ""."""
+    """The requests that were unfinished when vLLM ended or the drain gave up, or ""."""
     if isinstance(end, Stop):
         return f"{signal_name(end.signum)} again"
     if log.cut:
@@ -103,10 +105,11 @@ def until_it_ends(
     unread: Unread | None = None,
     unread_until: float = 0.0,
 ) -> Ended | Stop | None:
-    """The child's end, another signal, or None at the deadline or when vLLM ends its drain.
+    """Wait for the child's end, another signal, the deadline (None), or the end of vLLM's drain
+    (None).
 
-    None also after `unread_until` if only clients that do not read are left: vLLM would wait for
-    them.
+    After `unread_until` it also returns None if only clients that do not read are left: vLLM would
+    wait for them.
     """
     looked_at = float("-inf")
     while (left_s := deadline - (now := time.monotonic())) > 0:

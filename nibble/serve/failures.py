@@ -65,14 +65,14 @@ def engine_died(
 
 
 def hung(phase: str, what: str, waited_s: float, gpus: Sequence[str]) -> NibbleError:
-    """The hang watch ended vLLM: `what` did not move, `gpus` is NVML's report."""
+    """The error of the hang watch: `what` did not move, `gpus` is NVML's report."""
     line = "; ".join([f"vLLM hangs in phase {phase}: {what} for {waited_s:.0f} s", *gpus])
     action = "see the stacks in the log above; set the limit with NIBBLE_HANG_SECONDS"
     return NibbleError(ExitCode.ENGINE_DIED, what=line, action=action)
 
 
 def part_ended(process: str, cause: str, kernel_has_killed: bool, code: int | None = None) -> str:
-    """What a node knows of the end of a vLLM process, for the server on another node.
+    """The facts of a node about the end of a vLLM process, for the server on another node.
 
     `cause` is the last logged error, `code` the exit code if known (negative: a signal).
     """
@@ -95,7 +95,7 @@ def _not_loaded(cause: str) -> list[str]:
 
 
 def stopped_for_memory(phase: str, why: str, limit: Limits, ladder: Sequence[Step]) -> NibbleError:
-    """The watchdog stopped the engine."""
+    """The error of the watchdog that stopped the engine."""
     what = f"stopped the engine in phase {phase}: {why}, {kept(limit)}"
     expected = f"at least {show_gib(limit.stop_below_bytes)}"
     return NibbleError(
@@ -112,5 +112,5 @@ def kept(limit: Limits) -> str:
 
 
 def steps(ladder: Sequence[Step]) -> str:
-    """What to turn down, in order."""
+    """The settings to reduce, in order."""
     return ", ".join(str(step) for step in ladder)

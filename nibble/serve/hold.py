@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 def hold(control_port: int, seconds: float, why: str) -> bool:
-    """Wait; True when the time is over, False when a signal came. Call from the main thread."""
+    """Wait; True when the time is over, False after a signal. Call it from the main thread."""
     told, until = threading.Event(), time.monotonic() + seconds
     since = datetime.now(UTC).isoformat(timespec="seconds")
 

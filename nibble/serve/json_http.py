@@ -39,10 +39,10 @@ class JsonHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Health checks and beats every second would fill the log."""
+        """Log nothing: health checks and heartbeats every second would fill the log."""
 
     def reply(self, status: int, data: Mapping[str, Any], with_body: bool = True) -> None:
-        """A JSON answer; the connection ends with it."""
+        """Send a JSON answer and close the connection."""
         body = json.dumps(data, default=str).encode() + b"\n"
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -32,13 +32,13 @@ class LogFile:
         return [old for number in range(KEPT, 0, -1) if (old := self._numbered(number)).exists()]
 
     def open(self) -> None:
-        """Make it, and begin a new one where it has grown too large."""
+        """Open the file; rotate it first if it is too large."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.rotate()
         os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
 
     def rotate(self) -> bool:
-        """Move a file that is too large aside; whether it was."""
+        """Rotate a file that is too large; returns whether it was."""
         if not self.path.exists() or self.path.stat().st_size < self.max_bytes:
             return False
         for number in range(KEPT, 1, -1):
@@ -48,7 +48,7 @@ class LogFile:
         return True
 
     def rotate_output(self) -> None:
-        """The same for this process's stdout and stderr, which continue in the new file."""
+        """Rotate the file and continue this process's stdout and stderr in the new one."""
         if self.rotate():
             fresh = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for ours in (1, 2):
@@ -60,16 +60,14 @@ class LogFile:
 
         def watch() -> None:
             while True:
-                with contextlib.suppress(OSError):  # a full disk; the next look may be luckier
+                with contextlib.suppress(OSError):  # a full disk; the next try may succeed
                     self.rotate_output()
                 time.sleep(_CHECK_S)
 
         threading.Thread(target=watch, name="log-rotation", daemon=True).start()
 
     def tail(self, lines: int) -> tuple[list[str], int]:
-        """The last lines, over the older files too, and up to which byte of the current one that
-        is.
-        """
+        """The last lines, older files included, and the byte in the current file where they end."""
         last: deque[bytes] = deque(maxlen=lines)
         end = 0
         for path in [*self.older(), self.path]:
@@ -79,8 +77,8 @@ class LogFile:
         return [line.decode(errors="replace").rstrip("\n") for line in last], end
 
     def follow(self, begin: int, is_over: Callable[[], bool]) -> Generator[str, None, None]:
-        """What is written from byte `begin` of the current file on, through rotations, until
-        `is_over` and all is read.
+        """Lines of the current file from byte `begin` on, through rotations, until `is_over` and
+        all is read.
         """
         file = self.path.open("rb")
         try:
@@ -102,10 +100,10 @@ class LogFile:
             file.close()
 
     def _newer(self, file: BinaryIO) -> BinaryIO | None:
-        """The file that followed this one, opened; the oldest that is kept where this one is not
-        any more.
+        """The file that followed this one, opened; the oldest kept file if this one is deleted.
 
-        Opened from the newest on: where files move meanwhile, one is met twice and none is missed.
+        Files are opened from the newest on: a rotation meanwhile repeats a file and never skips
+        one.
         """
         opened: dict[int, BinaryIO] = {}
         for path in [self.path, *(self._numbered(number) for number in range(1, KEPT + 1))]:

@@ -24,15 +24,15 @@ class Nodes(Protocol):
         ...
 
     def reports(self) -> Mapping[str, list[Mapping[str, Any]]]:
-        """Node -> what its workers report."""
+        """Node -> the reports of its workers."""
         ...
 
     def told_to_stop(self) -> None:
-        """Called in a signal handler: from now on a lost node does not start another run."""
+        """Called in a signal handler: a lost node starts no new run from now on."""
         ...
 
     def died_here(self) -> None:
-        """A process of vLLM's ended on this machine."""
+        """A vLLM process ended on this machine."""
         ...
 
     def run(

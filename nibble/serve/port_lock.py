@@ -40,7 +40,9 @@ def hold_port(host: str, port: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_at_a_time(port: int) -> Iterator[None]:
-    """Of two servers that take overlapping addresses at one moment one has to get them."""
+    """Serialize servers that take overlapping addresses at the same moment, so that one of them
+    gets them.
+    """
     deadline = time.monotonic() + _TURN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as turn:
         while time.monotonic() < deadline:
@@ -67,8 +69,8 @@ def _take(host: str, port: int, address: str) -> socket.socket:
 
 
 def _addresses(host: str) -> list[str]:
-    """Each that the server will listen on, written in one way. A name that is unknown is refused
-    later, by its check.
+    """Each address that the server will listen on, in one notation. A later check refuses an
+    unknown name.
     """
     name = host.strip().removeprefix("[").removesuffix("]")
     try:
@@ -83,7 +85,9 @@ def _addresses(host: str) -> list[str]:
 
 
 def _held(port: int) -> list[str]:
-    """Addresses with that port which nibble's servers hold; none where the kernel does not tell."""
+    """Addresses with that port that nibble's servers hold; empty where the kernel does not list
+    them.
+    """
     prefix = f"@{_PREFIX}-{port}-"
     try:
         names = [
@@ -95,8 +99,8 @@ def _held(port: int) -> list[str]:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two addresses cannot have the same port: equal, or one of them stands for all.
-    `::` stands for IPv4's too.
+    """Whether two addresses cannot have the same port: they are equal, or one means all. `::`
+    includes IPv4.
     """
     first, second = ipaddress.ip_address(one), ipaddress.ip_address(other)
     if first == second or str(first) == "::" or str(second) == "::":

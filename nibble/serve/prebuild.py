@@ -46,9 +46,7 @@ def should_prebuild(plan: Plan, child: Mapping[str, str]) -> bool:
 
 
 def is_packaged() -> bool:
-    """Whether FlashInfer has them compiled, as an image's has, or with flashinfer-jit-cache
-    beside it.
-    """
+    """Whether FlashInfer has compiled kernels: in an image, or from flashinfer-jit-cache."""
     found = find_spec("flashinfer")
     built = (
         found is not None

@@ -15,7 +15,7 @@ from typing import Any
 from nibble.engine.log import PhaseUpdate
 from nibble.printable import printable
 
-_STEP = 0.25  # without a terminal, progress within a phase is told at each quarter
+_STEP = 0.25  # without a terminal, progress within a phase is printed at each quarter
 _REFRESH_PER_SECOND = 4
 
 
@@ -39,7 +39,7 @@ class Display:
         self._at_line_start = True
 
     def start(self) -> None:
-        """Begin the live display where there is a terminal to draw on."""
+        """Begin the live display if stderr is a terminal."""
         if not self._is_terminal or os.environ.get("TERM") == "dumb":
             return
         from rich.console import Console
@@ -57,14 +57,14 @@ class Display:
         self._live.start()
 
     def stop(self) -> None:
-        """End the live display; what comes later is plain."""
+        """End the live display; later output is plain."""
         with self._lock:
             if self._live is not None:
                 self._live.stop()
                 self._live = None
 
     def show(self, update: PhaseUpdate) -> None:
-        """Take news of the start-up."""
+        """Show a phase of the start or its progress."""
         with self._lock:
             is_new = update.phase != self._phase
             if is_new:
@@ -81,7 +81,7 @@ class Display:
         return self._progress is not None and self._progress - self._told >= _STEP
 
     def say(self, text: str) -> None:
-        """One line of nibble's own."""
+        """Print a message of nibble."""
         text = printable(text)
         with self._lock:
             if self._live is not None:
@@ -92,7 +92,7 @@ class Display:
             _write_all(2, f"{start}[nibble] {text}\n".encode())
 
     def pass_through(self, descriptor: int, data: bytes) -> None:
-        """Output of the engine, to our stdout (1) or stderr (2), at once and unchanged."""
+        """Write the engine's output to stdout (1) or stderr (2), at once and unchanged."""
         with self._lock:
             if self._live is not None and os.isatty(descriptor):
                 # Above the live line; whole lines only look right there, and vLLM writes whole
@@ -149,7 +149,7 @@ class StallWatch:
 
 
 def stderr_is_terminal() -> bool:
-    """Whether a user can see it: only then nibble shows a key."""
+    """Whether stderr is a terminal: only then nibble shows a key."""
     return sys.stderr.isatty()
 
 

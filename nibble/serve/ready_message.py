@@ -9,9 +9,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nibble.machine.paths import demo_models
 from nibble.serve.api_key import KeyDecision
 
-QUESTION = "What is NVFP4?"
+QUESTION = "What is the capital of France?"
+DEMO_QUESTION = "What is NVFP4?"  # the embedded demos know a handful of answers
 
 
 def ready_lines(
@@ -39,7 +41,7 @@ def ready_lines(
 
 
 def describe_facts(facts: Mapping[str, float]) -> str:
-    """Numbers from the engine's log, in words; empty where it told none."""
+    """Numbers from the engine's log, in words; empty if the log has none."""
     parts = []
     weights = facts.get("weights_gib") or facts.get("checkpoint_gib")
     if weights:
@@ -53,7 +55,7 @@ def describe_facts(facts: Mapping[str, float]) -> str:
 
 
 def key_lines(key: KeyDecision, on_terminal: bool) -> list[str]:
-    """Where the key is, if the server requires one."""
+    """The place of the key, if the server requires one."""
     if key.key is None:
         return [] if key.source == "loopback" else [f"clients need no key: {key.reason}"]
     if key.path is None:
@@ -65,14 +67,15 @@ def key_lines(key: KeyDecision, on_terminal: bool) -> list[str]:
 
 
 def curl(url: str, names: Sequence[str], generates: bool, key: KeyDecision) -> str:
-    """A command that works when pasted, as long as its shell reaches the key."""
+    """A command to paste; it works if its shell can reach the key."""
     words = ["curl", "-s", f"{url}/v1/chat/completions" if generates else f"{url}/v1/models"]
     line = shlex.join(words)
     if key.key is not None:
         line += f' -H "Authorization: Bearer {_key_in_shell(key.path)}"'
     if generates:
         name = "default" if "default" in names else names[0]
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": QUESTION}]})
+        question = DEMO_QUESTION if demo_models().keys() & set(names) else QUESTION
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
         line += f" -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return line
 

@@ -18,7 +18,7 @@ LONGEST_SOCKET_FOLDER = 70
 
 
 def make_run_folder() -> Path:
-    """A new one. Raises CONFIG where nothing temporary can be written."""
+    """Create a run folder. Raises CONFIG where no temporary folder can be written."""
     try:
         return Path(tempfile.mkdtemp(prefix="nibble-"))
     except OSError as error:
@@ -32,8 +32,8 @@ def make_run_folder() -> Path:
 
 
 def socket_environ(plan: Plan, folder: Path) -> dict[str, str]:
-    """Where vLLM's processes make the sockets they meet at: those of a vLLM that was killed go with
-    our folder.
+    """The folder of the sockets between vLLM's processes: after a kill they are removed with the
+    run folder.
 
     Ray hands VLLM_* on to machines that do not have it (vllm 0.32 ray/ray_env.py:56).
     """

@@ -29,7 +29,7 @@ class Notifier:
         self.watchdog_s = int(given) / 1e6 if given.isdigit() else 0.0
 
     def send(self, *lines: str) -> None:
-        """`READY=1`, `STATUS=…`; the server continues without the socket."""
+        """Send `READY=1`, `STATUS=…`; without the socket the server continues."""
         if not self._address:
             return
         with (
@@ -53,11 +53,11 @@ class Heartbeat:
         self._turned_at = clock()
 
     def turn(self) -> None:
-        """The main loop goes on."""
+        """Record that the main loop runs."""
         self._turned_at = self._clock()
 
     def run(self, over: threading.Event) -> None:
-        """Beat until `over`; nothing to do without a watchdog."""
+        """Send heartbeats until `over`; return at once without a watchdog."""
         limit_s = self._notifier.watchdog_s
         while limit_s and not over.wait(limit_s / BEATS):
             if self._clock() - self._turned_at < limit_s and self._answers():

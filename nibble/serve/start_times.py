@@ -17,8 +17,8 @@ from nibble.engine.log import Phase, PhaseUpdate
 
 
 def durations(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of each phase, from entries of `phase` and `at_s`; the last one has no end and is
-    left out.
+    """Seconds of each phase, from entries of `phase` and `at_s`; the last entry has no end and is
+    omitted.
     """
     pairs = itertools.pairwise(history)
     return {one["phase"]: round(following["at_s"] - one["at_s"], 2) for one, following in pairs}
@@ -53,7 +53,7 @@ class StartTimes:
                 }
 
     def keep(self, history: Sequence[Mapping[str, Any]]) -> None:
-        """This start was the last one to get ready."""
+        """Save this start as the last one that became ready."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,11 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the start began."""
         return time.monotonic() - self._started
 
     def go_to(self, update: PhaseUpdate) -> None:
-        """Another phase, or how far it is."""
+        """Enter another phase, or update the progress of the current one."""
         if update.phase != self._update.phase:
             self._entered, self._since = time.monotonic(), datetime.now(UTC)
             self._history.append(
@@ -93,7 +93,7 @@ class Timeline:
         self._update = update
 
     def keep(self) -> None:
-        """This start is the one that the next is told by."""
+        """Save this start as the estimate for the next one."""
         self._times.keep(self._history)
 
     def to_json(self) -> dict[str, Any]:

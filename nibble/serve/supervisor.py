@@ -67,15 +67,16 @@ def serve(
     watch: Nodes | None = None,
     references: Callable[[], Mapping[str, Path]] = dict,
 ) -> int:
-    """Run the plan until told to stop; the exit code (errors.ExitCode). Call from the main thread.
+    """Run the plan until a stop signal; returns the exit code (errors.ExitCode). Call it from the
+    main thread.
 
-    0: stopped on request, all requests answered. 143: time ran out, or a second signal came, with
+    0: stopped by a signal, all requests answered. 143: time ran out, or a second signal came, with
     requests running. Raises NibbleError where vLLM ended by itself (ENGINE_DIED), for memory below
     `limit` (NO_FIT), a control port in use (CONFIG) and an unexpected kernel or a wrong answer
-    (CANARY). Nothing of vLLM is left. `on_ready` runs in a separate thread once it is ready,
-    `on_success` when it has been for SUCCESS_S; `start_times` has the last start of this plan.
-    `watch` looks after other machines, where there are any; `references` waits for computed ones
-    for the canary, by activations.
+    (CANARY). No process of vLLM is left. `on_ready` runs in a separate thread when the server is
+    ready, `on_success` after SUCCESS_S of that; `start_times` has the last start of this plan.
+    `watch` follows the other machines, if any; `references` waits for computed references for the
+    canary, by activations.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -166,7 +167,7 @@ class Supervisor:
     # --- from start to end ---
 
     def run(self) -> ExitCode:
-        """Everything; see `serve`."""
+        """Start vLLM, serve and stop; see `serve`."""
         self._control.start()
         self._display.start()
         self._show(PhaseUpdate("start"))
@@ -185,7 +186,7 @@ class Supervisor:
         return self._until_told() if code is None else code
 
     def close(self) -> None:
-        """Leave nothing behind, however `run` ended."""
+        """End everything of vLLM, however `run` ended."""
         self._over.set()
         self._governor.close()
         self._display.stop()
@@ -196,7 +197,7 @@ class Supervisor:
         self._control.close()  # last: it answers as long as anything of vLLM is left
 
     def status(self) -> dict[str, Any]:
-        """What /status answers; no secrets."""
+        """The answer of /status, without secrets."""
         return {
             "state": self._admission.state,
             **self._timeline.to_json(),
@@ -235,7 +236,7 @@ class Supervisor:
     # --- start-up ---
 
     def _until_ready(self) -> ExitCode | None:
-        """None when the server answers; else how it ended before that."""
+        """None when the server answers; else the exit code."""
         stall = StallWatch(self._plan.settings.stall_seconds)
         earlier = Activity(0.0, None)
         while True:
@@ -281,8 +282,8 @@ class Supervisor:
         self._display.stop()
         self._admission.set("draining", "drain")
         self._display.say(
-            f"{signal_name(event.signum)} during {self._timeline.phase}: stopping; nothing was"
-            " being served"
+            f"{signal_name(event.signum)} during {self._timeline.phase}: stopping; no server was"
+            " running"
         )
         self._engine.terminate()
         until_it_ends(self._next, self._drain_log, time.monotonic() + LOADING_STOP_S)
@@ -290,11 +291,11 @@ class Supervisor:
 
     @property
     def _generates(self) -> bool | None:
-        """Whether the model generates text; None where the log did not say."""
+        """Whether the model generates text; None if the log did not say."""
         return None if self._phases.tasks is None else "generate" in self._phases.tasks
 
     def _probe(self) -> None:
-        """Asks until the server answers. The log tells when that is worth trying often."""
+        """Send requests until the server answers, often once the log shows that it listens."""
         waited = 0.0
         while not self._over.is_set():
             if self._phases.http_is_up or waited >= _IDLE_POLL_S:
@@ -306,7 +307,7 @@ class Supervisor:
             waited += _POLL_S
 
     def _is_answering(self) -> bool:
-        """Whether the server answers correctly. The caller's request is the first one."""
+        """Whether the server answers correctly. The first request is the supervisor's."""
         names, generates = self._plan.served_names, self._generates is not False
         if not lists_models(self._api, names):
             return False
@@ -326,8 +327,8 @@ class Supervisor:
     def _until_told(self) -> ExitCode:
         success_at: float | None = time.monotonic() + SUCCESS_S
         while True:
-            # Never a long wait: a signal that comes between CPython's last look for one and the
-            # wait itself is only seen when the wait is over (1 of 3000 was, on two busy cores).
+            # Short waits: CPython handles a signal that arrives just before a wait only after the
+            # wait (1 of 3000 signals, on two busy cores).
             event = self._next(_IDLE_POLL_S)
             if isinstance(event, Stop):
                 return self._drain(event)
@@ -367,8 +368,8 @@ class Supervisor:
         return engine_died(self._timeline.phase, how, self._errors.cause, lost, ladder)
 
     def _watch_processes(self) -> None:
-        """Notes which process of vLLM's ended first, and ends the rest where vLLM is broken by
-        it and stays.
+        """Record the first vLLM process that ends, and end the rest if vLLM is broken without it
+        and stays.
         """
         while (
             lost := self._engine.first_death(self._over)
@@ -381,24 +382,22 @@ class Supervisor:
             if self._admission.state in ("ready", "paused") and not is_healthy(self._api):
                 self._events.put(Failed(self._death(f"it still ran {ENGINE_END_S:.0f} s later")))
                 return
-            self._lost = ""  # vLLM goes on without it
+            self._lost = ""  # vLLM continues without it
 
     def _on_lost_node(self, error: NibbleError) -> None:
-        """Requests in flight would wait without end: admission ends now, the engine with the
-        error.
-        """
+        """Stop admission and end the engine with the error: requests in flight would never end."""
         self._admission.change("ready", "paused", "a node of the cluster is lost")
         self._events.put(Failed(error))
 
     def _on_leaving_head(self, why: str) -> None:
-        """As for a stop of this server."""
+        """Stop as after a signal."""
         self._events.put(Told(why))
         self._events.put(Stop(signal.SIGTERM))
 
     # --- memory ---
 
     def _on_memory(self, action: Action, why: str) -> None:
-        """In the watchdog's thread: nothing here may wait."""
+        """Act on the watchdog's decision in its thread: nothing here may wait."""
         if action == "stop":
             error = stopped_for_memory(self._timeline.phase, why, self._limit, self._plan.ladder)
             self._events.put(Failed(error))
@@ -435,5 +434,5 @@ class Supervisor:
         self._admission.change(
             "starting", "ready" if update.phase == "ready" else "starting", update.phase
         )
-        if update.phase != "ready":  # that is told with more words
+        if update.phase != "ready":  # ready_lines says that
             self._display.show(update)

@@ -18,14 +18,16 @@ STUCK_S = 2.0  # an acknowledgement may be on its way, from a client far away
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """One connection: the client's address, and bytes that its machine has not taken."""
+    """One connection: the client's address, and the bytes that its machine has not accepted."""
 
     client: str
     waiting_bytes: int
 
 
 class Unread:
-    """Follows the queues of a port: call `look` often; `clients` names those that read nothing."""
+    """Follows the send queues of a port. Call `look` often; `clients` names the clients that read
+    nothing.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -34,7 +36,7 @@ class Unread:
         ] = {}  # client -> bytes, and since when it is as many
 
     def look(self, now_s: float, queues: Iterable[Queue] | None = None) -> None:
-        """Take the queues as they are."""
+        """Read the queues as they are now."""
         before = self._since
         self._since = {}
         for queue in send_queues(self._port) if queues is None else queues:
@@ -43,8 +45,8 @@ class Unread:
             self._since[queue.client] = queue.waiting_bytes, since_s
 
     def clients(self, now_s: float) -> str:
-        """`127.0.0.1:5000 (for 12 s, 2500000 bytes wait)`, with the longest first; empty where
-        all clients read.
+        """`127.0.0.1:5000 (for 12 s, 2500000 bytes wait)`, the longest first; empty if all clients
+        read.
         """
         stuck = [one for one in self._since.items() if now_s - one[1][1] >= STUCK_S]
         found = sorted(stuck, key=lambda one: one[1][1])
@@ -57,8 +59,8 @@ class Unread:
 
 
 def send_queues(port: int) -> list[Queue]:
-    """Connections to the local `port` with bytes that were not acknowledged; none where the
-    kernel does not tell.
+    """Connections to the local `port` with unacknowledged bytes; empty where the kernel does not
+    list them.
     """
     found = []
     for table in _TABLES:
@@ -71,9 +73,7 @@ def send_queues(port: int) -> list[Queue]:
 
 
 def parse(line: str, port: int) -> Queue | None:
-    """One line of proc(5)'s /proc/net/tcp, where it is an open connection to `port` with a send
-    queue.
-    """
+    """One line of proc(5)'s /proc/net/tcp, if it is an open connection to `port` with a queue."""
     fields = line.split()
     if len(fields) < 5 or int(fields[1].rpartition(":")[2], 16) != port or fields[3] not in _OPEN:
         return None

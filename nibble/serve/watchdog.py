@@ -30,7 +30,7 @@ KILL_IS_NEWS_S = 30.0  # vLLM takes some seconds to end after a lost worker
 
 
 def decide(memory: Memory, limit: Limits, is_paused: bool) -> tuple[Action, str]:
-    """What to do, and why in words. A pause ends only above `resume_from_bytes`."""
+    """The action and its reason in words. A pause ends only above `resume_from_bytes`."""
     is_short = memory.available_bytes < limit.reserve_bytes
     stalled = memory.stalled_percent or 0.0
     left = f"{show_gib(memory.available_bytes)} of memory are available ({memory.limited_by})"
@@ -51,8 +51,8 @@ def decide(memory: Memory, limit: Limits, is_paused: bool) -> tuple[Action, str]
 class Governor:
     """Samples memory until `close`; `act` is called from its thread and must not wait.
 
-    "pause" comes with every look, so that a server that becomes ready meanwhile is paused too,
-    "serve" once after it. After "stop" the thread ends: there is nothing left to watch.
+    "pause" is repeated at every sample, so that a server that becomes ready meanwhile is paused
+    too; "serve" follows once. After "stop" the thread ends: there is nothing left to watch.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Governor:
         self._kills, self._killed_at = source.kernel_kills(), float("-inf")
 
     def run(self) -> None:
-        """The loop; call it in a separate thread. It closes the source."""
+        """The loop, for a separate thread. It closes the source."""
         with contextlib.suppress(OSError):  # where it is permitted: ahead of the engine's threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         calm_since = 0.0
@@ -77,8 +77,8 @@ class Governor:
             self._source.close()
 
     def _look(self, calm_since: float) -> float:
-        """One look; when memory began to be enough. Where nothing can be read, the next look
-        counts: the watchdog lives on.
+        """Take one sample; returns the time since when memory is sufficient. After a failed reading
+        the next sample counts: the watchdog continues.
         """
         try:
             self._last = memory = self._source.read()
@@ -95,12 +95,12 @@ class Governor:
         return calm_since
 
     def close(self) -> None:
-        """End the loop; it may look once more."""
+        """End the loop; one more sample is possible."""
         self._over.set()
 
     @property
     def available_bytes(self) -> int:
-        """As last seen."""
+        """Available memory at the last sample."""
         return self._last.available_bytes if self._last else 0
 
     def kernel_has_killed(self) -> bool:
@@ -111,6 +111,6 @@ class Governor:
         return now - self._killed_at < KILL_IS_NEWS_S
 
     def to_json(self) -> dict[str, Any]:
-        """For /status: what was last seen, and the limits."""
+        """The last sample and the limits, for /status."""
         last = self._last
         return {"action": self._action, **(asdict(last) if last else {}), **asdict(self._limit)}

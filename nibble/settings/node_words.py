@@ -8,16 +8,9 @@ from nibble.settings.options import options
 
 # Fields of Settings that a Ray node reads; the rest belong to `serve`.
 NODE_FIELDS = (
-    "head_ip",
-    "worker_ip",
-    "num_gpus",
-    "cluster_interface",
-    "ray_auth_token",
-    "target",
-    "memory_reserve_gib",
-    "cache_dir",
-    "config",
-)
+    "head_ip", "worker_ip", "num_gpus", "cluster_interface", "ray_auth_token", "target",
+    "memory_reserve_gib", "cache_dir", "config",
+)  # fmt: skip
 WHAT_THEY_DO = {
     "ray-head": (
         "Starts the head node of a Ray cluster in the foreground, and prints its address and the"

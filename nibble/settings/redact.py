@@ -1,8 +1,8 @@
-"""Takes secrets out of reports.
+"""Removes secrets from reports.
 
-Of the environment only variables on a list show their values, since any program may keep a secret
-under any name. All text then loses the secrets that this machine is known to hold, by value, and
-what looks like one, by its name and by its form.
+Only variables on a list show their values, since a program may keep a secret under any name. From
+all text it removes the known secrets of this machine by value, and likely secrets by their name and
+form.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from nibble.settings.environment import nibble_names
 from nibble.settings.secrets import MAX_SECRET_BYTES
 
 HIDDEN = "[removed]"
-# Variables beside nibble's and vLLM's own whose values a report shows: what changes how a server
-# runs, and where it finds its files and the network.
+# Variables other than nibble's and vLLM's whose values a report shows: they change how a server
+# runs, or name its files and network.
 _SHOWN = frozenset(
     (
         *("CC", "CXX", "DO_NOT_TRACK", "HF_ENDPOINT", "HF_HOME", "HOME", "HOSTNAME", "LANG"),
@@ -50,7 +50,7 @@ _PASSWORD_IN_URL = re.compile(r"(?:\w+://)?[^\s/@:]*:(?!//|\d+/)([^\s@]+)@(?!sha
 _COUNT = re.compile(r"[\d.,]{1,12}")  # of tokens
 _QUOTED = r"""\"[^\"\n]*\"|'[^'\n]*'"""
 _TEXT = rf"b?\\*(?:{_QUOTED})"  # of bytes too, and of JSON within a text
-# A list, an object, the arguments of a call: with what stands in quotes there.
+# A list, an object, the arguments of a call, with the quoted text in them.
 _GROUP = "|".join(
     rf"""\{opens}(?:{_QUOTED}|[^\{closes}\"']){{0,4096}}\{closes}"""
     for opens, closes in ("[]", "{}", "()")
@@ -64,7 +64,7 @@ _NAMED = re.compile(
 _FLAG = re.compile(
     rf"(?i)(?P<before>(?<![\w.-])--(?P<name>{_NAME})(?:\s+|\0|[\"'],\s*[\"']))(?P<value>{_TEXT}|[^\s\"',\0]+)"
 )
-_FORMS = (  # what stands before the secret, and stays, is the group `before`
+_FORMS = (  # the group `before` precedes the secret and stays
     re.compile(r"\bhf_[A-Za-z0-9_]{8,}"),
     re.compile(r"\bnbl-[A-Za-z0-9_-]{16,}"),
     re.compile(r"\b(?:sk|pk|rk|nvapi)-[A-Za-z0-9_-]{16,}"),
@@ -97,7 +97,7 @@ _FORMS = (  # what stands before the secret, and stays, is the group `before`
 
 
 def is_shown(name: str) -> bool:
-    """Whether a report shows the value of a variable of that name. Proxies may be lower case."""
+    """Whether a report shows the value of a variable with that name. Proxies may be lower case."""
     if is_secret_name(name):
         return False
     if name in nibble_names() or name in load_schema().envs or name.startswith(_SHOWN_PREFIXES):
@@ -106,14 +106,14 @@ def is_shown(name: str) -> bool:
 
 
 def shown_variables(environ: Mapping[str, Any]) -> dict[str, Any]:
-    """Every variable by name, and the values of those that `is_shown`."""
+    """The names of all variables, with the values of those that `is_shown` allows."""
     return {
         name: value if is_shown(name) else _hidden(name, value) for name, value in environ.items()
     }
 
 
 class Redactor:
-    """Knows a set of secret values; `text` returns anything without them."""
+    """Removes a set of known secret values, and what looks like a secret, from text."""
 
     def __init__(self, values: Iterable[str]) -> None:
         forms = {
@@ -128,9 +128,7 @@ class Redactor:
         )
 
     def text(self, text: str) -> str:
-        """`text` without known values, without values of secret names, and without what has a
-        secret's form.
-        """
+        """`text` without known values, values of secret names, and text in the form of a secret."""
         if self._values is not None:
             text = self._values.sub(HIDDEN, text)
         for form in _FORMS:
@@ -138,8 +136,8 @@ class Redactor:
         return _NAMED.sub(_hide, _FLAG.sub(_hide, text))
 
     def data(self, value: Any) -> Any:
-        """Plain data with everything below a secret name gone, the environments in it (`env`) as
-        `shown_variables`, and the rest as text.
+        """Plain data without values of secret names; environments in it (`env`) as
+        `shown_variables`, other text as `text`.
         """
         if isinstance(value, Mapping):
             if isinstance(env := value.get("env"), Mapping):
@@ -154,12 +152,12 @@ class Redactor:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable or key of that name holds a secret."""
+    """Whether a variable or key with that name holds a secret."""
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS.search(name)
 
 
 def _hidden(name: str, value: Any) -> Any:
-    """What stands for the value of a secret name: a count of tokens is not one."""
+    """The replacement for the value of a secret name; a token count is not a secret."""
     if (
         value is None
         or isinstance(value, bool)
@@ -170,7 +168,7 @@ def _hidden(name: str, value: Any) -> Any:
 
 
 def secret_values(data: Any, is_secret: bool = False) -> Iterator[str]:
-    """Every text below a secret name in plain data."""
+    """Every text under a secret name in plain data."""
     if isinstance(data, Mapping):
         for name, value in data.items():
             yield from secret_values(value, is_secret or is_secret_name(str(name)))
@@ -192,13 +190,13 @@ def _hide(match: re.Match[str]) -> str:
 
 
 def _written(value: str) -> set[str]:
-    """How a secret may stand in a file: as it is, in a URL, in JSON, in base64."""
+    """The forms of a secret in a file: plain, in a URL, in JSON, in base64."""
     encoded = base64.b64encode(value.encode()).decode().rstrip("=")
     return {value, quote(value, safe=""), value.replace("\\", "\\\\").replace('"', '\\"'), encoded}
 
 
 def known_secrets(environ: Mapping[str, str], files: Iterable[Path]) -> set[str]:
-    """Values of secret variables, of the files X_FILE and X_PATH name, and of `files`."""
+    """Values of secret variables, of the files that X_FILE and X_PATH name, and of `files`."""
     values = {value for name, value in environ.items() if is_secret_name(name)}
     values |= {found[1] for value in environ.values() if (found := _PASSWORD_IN_URL.match(value))}
     named = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, Node, greedy, network, node
-from images import *  # noqa: F403 - fixtures
+
+from tests.support.cluster.cluster_nodes import DEMO, Node, greedy, network, node
+from tests.support.docker.images import *  # noqa: F403 - fixtures
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +18,7 @@ def net(engine: None) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def client(cpu_image: str, net: str) -> Iterator[Node]:
-    """A machine of somebody who has no token."""
+    """A client's machine, without a token."""
     with node(cpu_image, net, 30, "sleep", "7200", NIBBLE_CLUSTER_TOKEN="") as found:
         yield found
 

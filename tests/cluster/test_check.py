@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, Node, node
+
+from tests.support.cluster.cluster_nodes import DEMO, Node, node
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

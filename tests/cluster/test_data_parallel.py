@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from cluster_nodes import Node, node
+
+from tests.support.cluster.cluster_nodes import Node, node
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
@@ -23,7 +24,7 @@ WORDS = (
     "2",
     "--enable-expert-parallel",
 )
-QUESTIONS = Path(__file__).parents[2] / "models" / "demo_questions.jsonl"
+QUESTIONS = ROOT / "models" / "demo_questions.jsonl"
 
 
 def test_experts_on_two_machines_answer_as_they_were_taught(

@@ -7,7 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, NAMED_S, TOKEN, ControlPort, Node, Stream, greedy, node
+
+from tests.support.cluster.cluster_nodes import (
+    DEMO,
+    NAMED_S,
+    TOKEN,
+    ControlPort,
+    Node,
+    Stream,
+    greedy,
+    node,
+)
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
@@ -38,7 +48,7 @@ def said(head: Node) -> str:
 
 
 def must_name_the_loss(head: Node, stream: Stream, words: str) -> None:
-    """The request in flight ends in an error, nobody is let in, and /status says `words`."""
+    """The request in flight ends in an error, /ready closes, and /status says `words`."""
     stream.must_end_in_error(NAMED_S)
     head.wait_for(lambda: not head.is_ready() and words in said(head), NAMED_S, f"saying {words!r}")
 

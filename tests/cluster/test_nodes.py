@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cluster_nodes import Node
-from containers import Container
+
+from tests.support.cluster.cluster_nodes import Node
+from tests.support.docker.containers import Container
 
 
 def test_a_node_that_has_ended_is_not_waited_for_and_its_last_words_are_shown(

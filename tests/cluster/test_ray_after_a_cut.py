@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from cluster_nodes import TOKEN, Node, node
+
+from tests.support.cluster.cluster_nodes import TOKEN, Node, node
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cluster_nodes import DEMO, NAMED_S, TOKEN, Node, Serve, Stream, greedy, node
+
+from tests.support.cluster.cluster_nodes import (
+    DEMO,
+    NAMED_S,
+    TOKEN,
+    Node,
+    Serve,
+    Stream,
+    greedy,
+    node,
+)
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

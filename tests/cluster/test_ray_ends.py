@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from two_hosts import Host, Process, two_hosts
 
 from nibble.machine.process_table import processes
+from tests.support.cluster.two_hosts import Host, Process, two_hosts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("ray")

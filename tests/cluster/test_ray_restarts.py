@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from cluster_nodes import DEMO, START_S, Node, Stream, node
-from images import ROOT
+
+from tests.support.cluster.cluster_nodes import DEMO, START_S, Node, Stream, node
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

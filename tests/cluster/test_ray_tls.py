@@ -1,5 +1,5 @@
-"""Ray with TLS: the certificates of docs/cluster.md, one machine's answers, and nobody without a
-certificate.
+"""Ray with TLS: the certificates of docs/cluster.md, the answers of one machine, and a client that
+has no certificate.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_nodes import DEMO, TOKEN, Node, Serve, greedy, node
+
+from tests.support.cluster.cluster_nodes import DEMO, TOKEN, Node, Serve, greedy, node
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cluster_nodes import DEMO, Node, Serve, greedy, node
+
+from tests.support.cluster.cluster_nodes import DEMO, Node, Serve, greedy, node
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 

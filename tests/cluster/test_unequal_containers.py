@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cluster_nodes import DEMO, SUBNET, node
-from images import ROOT
+
+from tests.support.cluster.cluster_nodes import DEMO, SUBNET, node
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 WORDS = ("serve", DEMO, "--max-model-len", "1024")
@@ -32,7 +33,7 @@ def changed_drain(tmp_path: Path) -> Path:
 def refusal(
     image: str, net: str, words: Sequence[str], options: Sequence[str] = (), **more: str
 ) -> str:
-    """What rank 0 says of a rank 1 with `words`, `options` and variables of its own."""
+    """What rank 0 says of a rank 1 with other `words`, `options` and variables."""
     both = {"NIBBLE_NNODES": "2", "HEAD_IP": f"{SUBNET}.11", "TENSOR_PARALLEL_SIZE": "2"}
     with (
         node(image, net, 11, *WORDS, **both, NIBBLE_NODE_RANK="0") as head,

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from changed_code import (
+
+from tests.support.cluster.two_hosts import ADDRESSES, Host, Process, two_hosts
+from tests.support.paths import ROOT
+from tests.support.releases.changed_code import (
     KERNEL,
     changed_kernels,
     changed_nibble,
     changed_patches,
     without_comparisons,
 )
-from serving import ROOT
-from two_hosts import ADDRESSES, Host, Process, two_hosts
 
 pytestmark = pytest.mark.vllm
 DEMO, NVFP4 = (str(ROOT / "models" / f"nibble-demo{form}") for form in ("", "-nvfp4"))
@@ -281,7 +282,7 @@ HEAD, WORKER = ADDRESSES
 
 @pytest.fixture(scope="module")
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
-    """Two hosts of their own, the first with a Ray head."""
+    """Two separate hosts, the first with a Ray head."""
     pytest.importorskip("ray")
     try:
         with two_hosts() as (first, second):

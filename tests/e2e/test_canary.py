@@ -18,12 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from coherent_model import write_coherent_model
-from fault_table import CAUGHT, COLUMNS, INCOHERENT, REFERENCES
-from faults import ALL_FAULTS, Faulty, install
-from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
-from serving import ROOT, Server
 
 from nibble.canary.references import MEAN_LIMIT, References, read_references, write_references
 from nibble.canary.verification import references_of
@@ -31,6 +26,12 @@ from nibble.checkpoint.convert import convert
 from nibble.checkpoint.plain_values import SMALL_BYTES
 from nibble.hub.files import CANARY_FILE
 from nibble.machine.hardware import detect
+from tests.support.canary.fault_table import CAUGHT, COLUMNS, INCOHERENT, REFERENCES
+from tests.support.canary.faults import ALL_FAULTS, Faulty, install_faults
+from tests.support.models.coherent_model import write_coherent_model
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "512")
@@ -65,7 +66,7 @@ SERVED = ["demo", pytest.param("larger", marks=pytest.mark.slow)]
 
 def serve_with_faults(folder: Path, model: str, **environ: str) -> Faulty:
     server = Server(
-        folder / "server", ["serve", model, *FLAGS], **install(folder / "faults"), **environ
+        folder / "server", ["serve", model, *FLAGS], **install_faults(folder / "faults"), **environ
     )
     return Faulty(server, folder / "faults")
 
@@ -279,7 +280,7 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     code, line = end_of_start(tmp_path, str(model), knock, NIBBLE_CANARY="strict")
     assert code == 8
     assert "the canary failed: references: " in line
-    assert answered == {503}, "nobody but the supervisor is answered before ready"
+    assert answered == {503}, "before ready the supervisor alone is answered"
 
 
 @pytest.mark.slow
@@ -307,8 +308,8 @@ def test_layers_of_an_export_without_scales_for_activations_are_compared_and_rig
 @pytest.mark.slow  # tests/kernels/test_proof_compare.py finds it
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "head and embedding in one"])
 def test_one_nan_in_a_head_too_large_to_be_read_ends_the_start(tmp_path: Path, tied: bool) -> None:
-    """In the row of a token that nobody writes: every answer has its logit. Embeddings alone
-    meet it only with that token.
+    """The NaN is in the row of a token that no prompt has. Every answer has its logit; an
+    embedding meets it only with that token.
     """
     shape = Shape(hidden=512, intermediate=256, heads=8, kv_heads=2, head_dim=64, vocabulary=8192)
     model = write_checkpoint(tmp_path / "model", shape, "modelopt", w4a4=True)

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_fuzz import Damage, damage, outcome, split
-from generated_nvfp4 import Shape, write_checkpoint
 
 from nibble.errors import ExitCode
 from nibble.plan.plan import Plan
 from nibble.serve.failures import engine_died
+from tests.support.models.checkpoint_fuzz import Damage, damage, outcome, split
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+from tests.support.paths import IN_VLLM
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +38,7 @@ pytestmark = [
 ]
 SECONDS = float(os.environ.get("NIBBLE_FUZZ_SECONDS", "600"))
 SEED = int(os.environ.get("NIBBLE_FUZZ_SEED", "1"))
-PROGRAM = Path(__file__).parents[1] / "fixtures/fuzz_in_vllm.py"
+PROGRAM = IN_VLLM / "fuzz_in_vllm.py"
 BOUND = 1e-3  # nats
 ANSWER_SECONDS = 120
 ENDED = "the process ended with"

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloverlm_models import CloverShape, write_packed
-from serving import ROOT, Server, clean_environ
-from tokenmonster_file import TEXT, tokens_of, write_vocabulary
+
+from tests.support.models.cloverlm_models import CloverShape, write_packed
+from tests.support.models.tokenmonster_file import TEXT, tokens_of, write_vocabulary
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server, clean_environ
 
 pytestmark = pytest.mark.vllm
 WORDS = ("--enforce-eager", "--max-num-seqs", "8")

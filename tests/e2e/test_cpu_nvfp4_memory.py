@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from generated_nvfp4 import Shape, write_checkpoint
-from serving import ROOT, clean_environ
+
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+from tests.support.paths import ROOT
+from tests.support.servers.serving import clean_environ
 
 # 189 M elements in linear layers: 377 MB in BF16, 106 MB in NVFP4.
 SHAPE = Shape(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server
+
+from tests.support.servers.serving import Server
 
 pytestmark = pytest.mark.vllm
 Start = Callable[..., Server]
@@ -97,7 +98,9 @@ def test_failed_starts_are_held_back_and_end_with_75_until_the_record_is_removed
     changed = start(MAX_NUM_SEQS="2")
     changed.wait_for_status()
     changed.signal()
-    assert changed.wait(20) == 0  # another setting starts at once; SIGTERM is no failure
+    assert (
+        changed.wait(20) == 0
+    )  # another setting starts at once; SIGTERM does not count as a failure
     record(tmp_path).unlink()
     again = start()
     again.wait_for_status()

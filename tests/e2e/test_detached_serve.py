@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import START_TIMEOUT_S, clean_environ, free_port
 
 from nibble.machine.process_table import processes
 from nibble.serve.background import Place
 from nibble.serve.control import ControlServer
+from tests.support.servers.serving import START_TIMEOUT_S, clean_environ, free_port
 
 
 class Shell:

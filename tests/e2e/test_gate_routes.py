@@ -33,7 +33,7 @@ KEY = "nbl-the-key-of-this-test"
 BEARER = (b"authorization", b"Bearer " + KEY.encode())
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
-_DOCS = "describes routes nobody can reach; development aid"
+_DOCS = "describes routes that clients cannot reach; development aid"
 _SECOND_DOOR = "a second door to listed routes, of another platform's making"
 _ENGINE = "changes what every other client gets: pauses, sleeps or resizes the engine"
 _WEIGHTS = "replaces or reveals weights"
@@ -397,7 +397,7 @@ def port(servers: list[Server]) -> Iterator[int]:
 
 
 def raw_request(port: int, target: str, headers: str = "", method: str = "GET") -> bytes:
-    """The whole answer to one request on a connection of its own."""
+    """The whole answer to one request on a separate connection."""
     close = "" if "Upgrade" in headers else "Connection: close\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(

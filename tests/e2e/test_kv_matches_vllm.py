@@ -9,13 +9,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_models import MODELS
 
 from nibble.checkpoint import layers, sequence_memory
+from tests.support.models.kv_models import MODELS
+from tests.support.paths import IN_VLLM
 
 pytestmark = pytest.mark.vllm
 
@@ -88,7 +88,7 @@ REQUESTS = requests()
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kv")
     (folder / "requests.json").write_text(json.dumps(REQUESTS))
-    script = Path(__file__).with_name("kv_specs_of_vllm.py")
+    script = IN_VLLM / "kv_specs_of_vllm.py"
     words = [
         sys.executable,
         str(script),

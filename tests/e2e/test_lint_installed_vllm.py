@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from nibble.engine.schema import Schema, drift, live_schema, load_schema
+from nibble.engine.live_schema import drift, live_schema
+from nibble.engine.schema import Schema, load_schema
 from nibble.machine.paths import root
 from nibble.recipes.lint import lint
 from nibble.recipes.recipe import Problem

@@ -1,7 +1,7 @@
 """Two ranks without Ray on one machine, and rank 1's part of vLLM is killed: who says what, how
 soon, and how both end.
 
-One start for all tests here, in the order of their life. Machines of their own: tests/cluster.
+All tests here share one start, in the order of its life. tests/cluster has separate machines.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from serving import Server
 from test_two_ranks import RANK_1, Ranks
+
+from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 HEARD_S = 5.0

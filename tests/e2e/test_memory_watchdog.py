@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_cgroup import MIB, Hog, MemoryCgroup
-from serving import ROOT, Server
-from slow_model import make_slow_model
-from unified_profile import force_unified_memory, what_was_checked
 
 from nibble.machine.processes import OOM_SCORE_STEP
+from tests.support.models.slow_model import make_slow_model
+from tests.support.paths import ROOT
+from tests.support.servers.memory_cgroup import MIB, Hog, MemoryCgroup
+from tests.support.servers.serving import Server
+from tests.support.servers.unified_profile import force_unified_memory, what_was_checked
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")

@@ -10,10 +10,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from containers import hub_cache
-from mtp_model import VOCAB, next_token, write_mtp_model
 from safetensors.torch import load_file, save_file
-from serving import ROOT, Server
+
+from tests.support.docker.containers import hub_cache
+from tests.support.models.mtp_model import VOCAB, next_token, write_mtp_model
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -13,20 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from serving import ROOT, Server, clean_environ
-
-sys.path.insert(0, str(ROOT / "models"))
 from demo_dialogues import UNKNOWN_ANSWER, read_other_prompts, read_questions
 
+from tests.support.paths import IN_VLLM, ROOT
+from tests.support.servers.serving import Server, clean_environ
+
 pytestmark = pytest.mark.vllm
-PROGRAM = ROOT / "tests/fixtures/demo_in_vllm.py"
+PROGRAM = IN_VLLM / "demo_in_vllm.py"
 QUESTIONS = {
     row.question: row.answer for row in read_questions()
 }  # the BF16 model's answers, word for word
 
 
 def answers(model: str, backend: str, tmp_path: Path, **environ: str) -> dict[str, str]:
-    """What `model` answers to each question in a vLLM of its own."""
+    """What `model` answers to each question in a separate vLLM."""
     words = [sys.executable, str(PROGRAM), str(ROOT / "models" / model), backend]
     environment = clean_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environ)
     done = subprocess.run(

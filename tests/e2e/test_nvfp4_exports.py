@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT, Server
-from tiny_model import write_header
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.scale_values import TensorFiles
+from tests.support.models.tiny_model import write_header
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server
 
 DEMO = ROOT / "models" / "nibble-demo-nvfp4"
 QUESTIONS = [

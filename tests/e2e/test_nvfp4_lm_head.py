@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_logprobs
-from changes import OPERATORS
-from nvfp4_head import PROMPT, expected_logprobs, write
+
+from tests.support.changes import OPERATORS
+from tests.support.in_vllm import vllm_logprobs
+from tests.support.models.nvfp4_head import PROMPT, expected_logprobs, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 BF16_ROUNDING = 0.05  # of a model in BF16 beside one in float32, logits up to about 10

@@ -7,7 +7,8 @@ from __future__ import annotations
 import nvfp4_logits
 import pytest
 import torch
-from changes import OPERATORS
+
+from tests.support.changes import OPERATORS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 DENSE = "nibble-demo-nvfp4"

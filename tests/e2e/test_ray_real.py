@@ -17,13 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from serving import ROOT, clean_environ
 
 from nibble.cluster import ray_reach
 from nibble.cluster.ray_reach import unreached
 from nibble.cluster.token import TOKEN_FILE
 from nibble.machine.process_table import processes
 from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT, NODE_PORTS, PORT_VARIABLES
+from tests.support.paths import ROOT
+from tests.support.servers.serving import clean_environ
 
 pytest.importorskip("ray")
 NAMES = {"gcs_server", "raylet"}

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults import install
-from serving import Server, clean_environ
+
+from tests.support.canary.faults import install_faults
+from tests.support.servers.serving import Server, clean_environ
 
 pytestmark = pytest.mark.vllm
 DEMO = "nibble-demo-nvfp4"
@@ -61,7 +62,7 @@ def test_the_next_start_uses_it_and_a_wrong_model_ends_it_by_the_layer(
         NIBBLE_REFERENCE="auto",
         NIBBLE_CACHE_DIR=first.environ["NIBBLE_CACHE_DIR"],
         FAULT_AT_START="an MLP's output times 0.9",
-        **install(tmp_path / "faults"),
+        **install_faults(tmp_path / "faults"),
     )
     try:
         code = server.wait(240)

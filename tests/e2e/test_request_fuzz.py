@@ -22,9 +22,11 @@ from typing import Any
 import hypothesis
 import pytest
 import schemathesis
-from malformed import Malformed, malformed
-from serving import ROOT, Server
-from slow_model import make_slow_model
+
+from tests.support.models.slow_model import make_slow_model
+from tests.support.paths import ROOT
+from tests.support.servers.malformed import Malformed, malformed
+from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 Record = Callable[[str, object], None]
@@ -127,7 +129,7 @@ def request(path: str, body: Any) -> Malformed:
     sound = {"model": "default"} if isinstance(body, dict) and "model" in body else {}
     try:
         text = json.dumps({**body, **sound} if isinstance(body, dict) else body)
-    except (TypeError, ValueError):  # schemathesis also makes what is no JSON
+    except (TypeError, ValueError):  # schemathesis also makes values that JSON does not have
         text = repr(body)
     return Malformed(path, text.encode(errors="surrogatepass"))
 

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded_server import KEY, post, read_all
-from processor_time import with_neighbours
-from serving import ROOT, Server, Stream
-from slow_model import make_slow_model
+
+from tests.support.models.slow_model import make_slow_model
+from tests.support.paths import ROOT
+from tests.support.processor_time import with_neighbours
+from tests.support.servers.guarded_server import KEY, post, read_all
+from tests.support.servers.serving import Server, Stream
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]

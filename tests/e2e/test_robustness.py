@@ -1,5 +1,5 @@
-"""A server under load and under attack: nothing is lost that can be kept, nobody waits for ever,
-nothing takes it down.
+"""A server under load and under attack: it keeps what can be kept, answers every client, and stays
+up.
 
 On a GPU: `python -m pytest tests/e2e/test_robustness.py --junitxml FILE`; FILE has what each test
 counted and measured.
@@ -19,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from malformed import NOT_HTTP, Malformed, malformed
-from serving import ROOT, Server, Stream
-from slow_model import make_slow_model
 
 from nibble.machine.hardware import detect
+from tests.support.models.slow_model import make_slow_model
+from tests.support.paths import ROOT
+from tests.support.servers.malformed import NOT_HTTP, Malformed, malformed
+from tests.support.servers.serving import Server, Stream
 
 pytestmark = pytest.mark.vllm
 Record = Callable[[str, object], None]

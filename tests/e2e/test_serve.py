@@ -1,6 +1,6 @@
 """The supervisor with a real vLLM: start, status, answers, drain, and every way to end.
 
-The model (fixtures/slow_model.py) is slow enough to be streaming when a signal comes.
+The model (support/models/slow_model.py) is slow enough to be streaming when a signal comes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import ROOT, Server
-from slow_model import make_slow_model
+
+from tests.support.models.slow_model import make_slow_model
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server
 
 pytestmark = pytest.mark.vllm
 FLAGS = ("--enforce-eager", "--max-model-len", "2048")

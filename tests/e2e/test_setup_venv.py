@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from changes import OPERATORS
 
 from nibble.engine.patching.apply import patch_states
 from nibble.engine.patching.series import load_series
@@ -20,6 +19,7 @@ from nibble.engine.patching.status import installed_tree
 from nibble.engine.patching.tree import open_tree
 from nibble.machine.paths import root
 from setup import main
+from tests.support.changes import OPERATORS
 
 
 def test_an_environment_is_made_without_ensurepip_where_an_outside_pip_can_help(
@@ -208,9 +208,9 @@ def test_a_compiler_that_fails_costs_one_line_with_the_log(
     broken.chmod(0o755)
     log = environment / "nibble-setup.log"
     why = f"compiling C++ failed, see {log}"
-    mend = "mend that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,"
+    advice = "fix that, name another compiler with CXX=… or set NIBBLE_KERNELS_COMPILE=0,"
     given = {"PATH": os.environ["PATH"], "CXX": str(broken)}
-    assert set_up(environment, **given) == PLAIN.format(why, mend)
+    assert set_up(environment, **given) == PLAIN.format(why, advice)
     assert str(broken) in log.read_text()
     assert computes(environment) == "not compiled when it was installed"
 

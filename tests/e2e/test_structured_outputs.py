@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from processor_time import with_neighbours
-from serving import Server
-from structured_bodies import (
+
+from tests.support.processor_time import with_neighbours
+from tests.support.servers.serving import Server
+from tests.support.servers.structured_bodies import (
     LARGE_BUT_SERVED,
     NAMED,
     OTHER_ROUTES,

@@ -1,7 +1,7 @@
-"""Two ranks without Ray on one machine, each at a loopback address of its own: what rank 1 proves,
-and its memory.
+"""Two ranks without Ray on one machine, each at another loopback address: what rank 1 proves, and
+its memory.
 
-Machines of their own: tests/cluster.
+tests/cluster has separate machines.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import install
-from memory_cgroup import Hog, MemoryCgroup
-from serving import ROOT, Server
+
+from tests.support.canary.faults import install_faults
+from tests.support.paths import CLUSTER_PLATFORM
+from tests.support.servers.memory_cgroup import Hog, MemoryCgroup
+from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 RANK_1 = "127.0.0.2 (rank 1)"
 WORDS = ["serve", "nibble-demo-nvfp4", "--max-model-len", "1024"]
-PLATFORM = str(ROOT / "tests" / "fixtures" / "cluster_platform")
 TOGETHER = {
     "NIBBLE_NNODES": "2",
     "HEAD_IP": "127.0.0.1",
@@ -33,7 +34,7 @@ TOGETHER = {
     "NIBBLE_CANARY": "strict",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": PLATFORM,
+    "PYTHONPATH": str(CLUSTER_PLATFORM),
 }
 
 
@@ -104,8 +105,8 @@ def test_rank_1s_workers_are_judged_by_the_head_and_its_machines_memory_by_itsel
 def test_a_wrong_layer_of_rank_1_ends_the_heads_start_with_8_and_a_line_that_names_the_node(
     tmp_path: Path,
 ) -> None:
-    faults: Any = install(tmp_path / "faults")
-    faults["PYTHONPATH"] = os.pathsep.join([faults["PYTHONPATH"], PLATFORM])
+    faults: Any = install_faults(tmp_path / "faults")
+    faults["PYTHONPATH"] = os.pathsep.join([faults["PYTHONPATH"], str(CLUSTER_PLATFORM)])
     ranks = Ranks(tmp_path, FAULT_AT_START="scale tensor permuted", **faults)
     try:
         assert ranks.head.wait(240) == 8

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from serving import Server
+
+from tests.support.servers.serving import Server
 
 ROUNDS = int(os.environ.get("TWO_STARTS_ROUNDS", "1"))
 QUESTION = {"model": "default", "prompt": "Hello", "max_tokens": 8, "temperature": 0}

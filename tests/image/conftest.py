@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import containers
-import images
 import pytest
-import slow_model
-from images import *  # noqa: F403 - fixtures
+
+from tests.support.docker import containers, images
+from tests.support.docker.images import *  # noqa: F403 - fixtures
+from tests.support.models import slow_model
 
 
 @pytest.fixture(scope="session")

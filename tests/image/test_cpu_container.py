@@ -1,4 +1,4 @@
-"""The CPU image in real containers: what design.md 9 promises of every image, seen from outside."""
+"""The CPU image in real containers: users, caches, secrets, health and stops, seen from outside."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from changes import CONTAINERS
-from containers import HARDENED, Answer, Container, docker, run_once, running, volume
-from served_containers import KEY, chat, trouble
 
 from nibble.engine.patching.run import probe_names
 from nibble.engine.patching.series import load_series
 from nibble.machine.paths import root
+from tests.support.changes import CONTAINERS
+from tests.support.docker.containers import (
+    HARDENED,
+    Answer,
+    Container,
+    docker,
+    run_once,
+    running,
+    volume,
+)
+from tests.support.docker.served_containers import KEY, chat, trouble
 
 pytestmark = pytest.mark.docker
 
@@ -31,7 +39,7 @@ HOG = (
 
 @pytest.fixture(scope="module")
 def slow_server(cpu_image: str, slow_hub_cache: Path) -> Iterator[Container]:
-    """Another user, and a read-only Hugging Face cache where the seeds mount it."""
+    """Another user, and a read-only Hugging Face cache where vLLM's guides mount it."""
     with volume() as cache:
         options = [*HARDENED, "--user", "1234:0", "--publish", "127.0.0.1::8000"]
         # Random weights: the canary's questions have no right answer here, nor one in time.
@@ -155,8 +163,8 @@ class TestOtherModes:
         assert result.returncode == 2
         assert "max-model-len" in result.stderr.lower()
 
-    def test_no_model_is_exit_2_in_one_line(self, cpu_image: str) -> None:
-        result = run_once(cpu_image)
+    def test_a_pull_without_a_model_is_exit_2_in_one_line(self, cpu_image: str) -> None:
+        result = run_once(cpu_image, "pull")
         assert result.returncode == 2
         assert result.stdout == ""
         assert len(result.stderr.splitlines()) == 1
@@ -188,7 +196,7 @@ def environment_with(image: str, mount: str, user: str = "2000:0") -> tuple[str,
 
 
 class TestSeedMounts:
-    """Host caches where the seeds' guides mount them, for whatever user the container has."""
+    """Host caches where vLLM's guides mount them, for every user of the container."""
 
     def test_a_writable_hugging_face_cache_is_used(self, cpu_image: str, tmp_path: Path) -> None:
         tmp_path.chmod(0o777)

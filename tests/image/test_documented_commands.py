@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from changes import CONTAINERS
-from containers import Container, client, docker, run_once, running, volume
-from documented import Documented, documented
-from served_containers import chat, trouble
 
 from nibble.cli.container_commands import cpu_commands
+from nibble.hub.packaged import DEFAULT_MODEL
 from nibble.plan.shared_memory import VARIABLE
+from nibble.serve.ready_message import QUESTION
+from tests.support.changes import CONTAINERS
+from tests.support.docker.containers import Container, client, docker, run_once, running, volume
+from tests.support.docker.documented import Documented, documented
+from tests.support.docker.served_containers import chat, trouble
 
 pytestmark = pytest.mark.docker
 
@@ -114,12 +116,17 @@ class TestServing:
             ).stdout
         )
 
-    def test_the_demo_model_answers_a_question(self, server: Container, key: str) -> None:
-        answer = chat(server, key, "What is NVFP4?", max_tokens=64)
+    def test_the_default_model_answers_a_question(self, server: Container, key: str) -> None:
+        answer = chat(server, key, QUESTION)
         assert answer.status == 200, answer.body
         choice = answer.json()["choices"][0]
         assert choice["finish_reason"] == "stop"
-        assert "NVFP4" in choice["message"]["content"]
+        assert choice["message"]["content"] == "The capital of France is Paris."
+
+    def test_the_default_model_came_with_the_image(self, server: Container) -> None:
+        assert "[nibble] fetching" not in server.logs()
+        plan = json.loads(server.exec("nibble", "plan", "--json").stdout)
+        assert plan["command"][2] == f"/opt/nibble/models/{DEFAULT_MODEL}"
 
 
 class TestReadmesServer:
@@ -139,7 +146,7 @@ class TestReadmesServer:
     def test_the_question_that_readme_asks_is_answered(self, server: Container) -> None:
         answered = shell(ASK.with_("", "", server.id))
         assert answered.returncode == 0, answered.stderr
-        assert "NVFP4" in answered.stdout
+        assert answered.stdout == "The capital of France is Paris.\n"
 
     def test_docker_stop_of_an_idle_server_is_exit_0_and_the_log_is_clean(
         self, server: Container

@@ -8,14 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from changes import CONTAINERS
-from containers import builder, docker, run_once
-from cuda_tools import CUDA, NVCC
 
 from nibble.engine.patching.apply import RECORD_FOLDER
 from nibble.engine.patching.series import load_series
+from tests.support.changes import CONTAINERS
+from tests.support.docker.containers import builder, docker, run_once
+from tests.support.paths import ROOT
+from tests.support.releases.cuda_tools import CUDA, NVCC
 
-ROOT = Path(__file__).resolve().parents[2]
 GPU_TARGETS = ("gb10", "sm120", "b200", "hopper")
 pytestmark = [pytest.mark.docker, pytest.mark.when_changed(*CONTAINERS)]
 

@@ -9,10 +9,10 @@ import json
 import subprocess
 
 import pytest
-from containers import builder, docker
-from images import ROOT
 
 from nibble.engine.installed import part_files
+from tests.support.docker.containers import builder, docker
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.docker
 IDS = "from nibble.engine.installed import build_id, compiled_id; print(build_id(), compiled_id())"

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from patch_series import CHANGES, make_series, make_tree
 
 from nibble.cli import container_commands
 from nibble.engine.patching.apply import RECORD_FOLDER
 from nibble.engine.patching.series import load_series
 from nibble.settings.options import Settings
+from tests.support.paths import ROOT
+from tests.support.releases.patch_series import CHANGES, make_series, make_tree
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 TARGETS = ("gb10", "sm120", "b200", "hopper", "cpu")
 GPU_TARGETS = TARGETS[:-1]
@@ -330,5 +330,17 @@ def test_source_builds_compile_for_the_arch_list_of_the_target(target: str) -> N
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
     assert result.stdout.strip() == target_data(target)["torch_cuda_arch_list"]
     assert result.stdout.strip()[-1] in "af", (
-        "plain targets refuse the FP4 instructions (design.md 5)"
+        "plain targets refuse the FP4 instructions (ptxas 13.0)"
     )
+
+
+@pytest.mark.parametrize(("value", "code"), [("0", 0), ("yes", 2)])
+def test_the_build_argument_leaves_the_default_model_out_or_is_refused(
+    value: str, code: int
+) -> None:
+    """With 1 it fetches, which the image does (test_documented_commands.py)."""
+    command = ["bash", str(DOCKER / "runtime" / "add_default_model.sh")]
+    environ = {"PATH": os.environ["PATH"], "DEMO_MODEL": value}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == code
+    assert ("expected: 0 or 1" in done.stderr) is bool(code)

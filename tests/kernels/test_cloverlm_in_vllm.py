@@ -2,93 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloverlm_models as models
 import pytest
 import torch
-from changes import OPERATORS
-from cloverlm_models import CloverShape
-from serving import clean_environ
-from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.in_vllm.cloverlm_answers import (
+    BF16_MAX,
+    BF16_RMS,
+    EACH_ALONE,
+    FLOAT32,
+    PROMPTS,
+    QUARTET2,
+    SHAPE,
+    by_mode,
+    expected,
+    in_vllm,
+    largest,
+    most_agree,
+    of_all_batches,
+    quantized,
+    request,
+    rms,
+)
+from tests.support.models import cloverlm_models as models
+from tests.support.models.cloverlm_models import CloverShape
+from tests.support.paths import CLUSTER_PLATFORM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
-PROGRAM = Path(__file__).parents[1] / "fixtures/cloverlm_in_vllm.py"
-SHAPE = CloverShape()
 # CloverLM's heads, which two ranks share unevenly
 SPLIT = CloverShape(heads=28, key_heads=7, head_dim=32)
 REAL = CloverShape(heads=28, key_heads=7, head_dim=128)
-QUARTET2 = {"quantization": "quartet2"}
 WEIGHTS_ALONE = {"nvfp4_activations": "bf16"}
-FLOAT32 = {"dtype": "float32"}
 IN_PIECES = {
     "max_num_batched_tokens": 16,
     "enable_chunked_prefill": True,
 }  # of prompts with up to 33 tokens
-# vLLM would bind each process to a NUMA node of its own.
+# vLLM would bind each process to another NUMA node.
 TWO_PROCESSES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-# Pipeline parallelism for vLLM's CPU platform
-CPU_STAGES = Path(__file__).parents[1] / "fixtures/cluster_platform"
-PROMPTS = [
-    torch.randint(
-        0, SHAPE.vocabulary, (length,), generator=torch.Generator().manual_seed(length)
-    ).tolist()
-    for length in (12, 7, 20, 33)
-]
-EACH_ALONE = tuple([prompt] for prompt in PROMPTS)
 
-# Log-probabilities of 512 tokens with a standard deviation of 5. Seen: 0.24 and 0.09, in BF16 with
-# either kind of weights.
-BF16_MAX, BF16_RMS = 0.5, 0.15
 REAL_MAX, REAL_RMS = 2.5, 1.0  # with CloverLM's widths, whose standard deviation is 21
 # With keys and values in FP8. Seen on the CPU: 1.2 and 0.25. By the formula alone 0.20, and 0.22
 # with queries and the softmax in FP8 too, as GPUs have them; keys that are read with another scale
 # than they are written with: 13 and 3 at least.
 FP8_MAX, FP8_RMS = 2.0, 0.45
-# In float32 two orders of summation differ by 1e-6. A code that lies on a tie can fall the other
-# way, and from that position on the answers to a prompt are another draw of the quantization error;
-# prompts without such a code agree. Relative to the largest.
-FLOAT32_RMS = 2e-6
-
-
-def in_vllm(
-    installed: Path, folder: Path, requests: list[dict[str, Any]], **environ: str
-) -> list[Any]:
-    """For each request, batch and prompt the log-probabilities, float64 [positions, vocabulary]."""
-    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": path, **environ}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        input=json.dumps(requests),
-        env=clean_environ(folder, **settings),
-        text=True,
-        capture_output=True,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    found = json.loads(done.stdout.rpartition("RESULT ")[2])
-    return [
-        [[torch.tensor(prompt, dtype=torch.float64) for prompt in batch] for batch in run]
-        for run in found
-    ]
-
-
-def request(
-    folder: Path, options: dict[str, Any], *batches: list[list[int]], **nibble: str
-) -> dict[str, Any]:
-    more = {"additional_config": {"nibble": nibble}} if nibble else {}
-    return {"folder": str(folder), "options": options | more, "batches": list(batches) or [PROMPTS]}
 
 
 @pytest.fixture(scope="module")
@@ -119,71 +83,6 @@ def answers(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     if torch.cpu._is_avx512_supported():
         requests["fp8"] = request(bf16, {"kv_cache_dtype": "fp8"})
     return dict(zip(requests, in_vllm(installed, folder, list(requests.values())), strict=True))
-
-
-def of_all_batches(run: list[list[Tensor]]) -> list[Tensor]:
-    """Each prompt's answer, in the order in which they were asked."""
-    return [prompt for batch in run for prompt in batch]
-
-
-def quantized(
-    tensors: dict[str, Tensor], quantize: Callable[[Tensor], Tensor] | None
-) -> Callable[[str, Tensor], Tensor]:
-    """A block's products with NVFP4 weights, and with activations that `quantize` rounds."""
-    from nibble_kernels.quartet2.quantize import quant_fp4
-
-    weights: dict[str, Tensor] = {}
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        if name not in weights:
-            stored = tensors[f"transformer.{name}.weight"]
-            weights[name] = exactly(*quant_fp4(stored, four_over_six=True, tiled=False))
-        return (x if quantize is None else quantize(x)) @ weights[name].T
-
-    return linear
-
-
-def exactly(codes: Tensor, scales: Tensor, g: Tensor) -> Tensor:
-    """What NVFP4 stands for, in float64."""
-    from nibble_kernels.quartet2 import nvfp4_dequantize
-
-    return nvfp4_dequantize(codes, scales, torch.ones(()), torch.float64) * g.double()
-
-
-def by_mode(mode: Any) -> Callable[[Tensor], Tensor]:
-    from nibble_kernels.quartet2 import quartet2_quant
-
-    return lambda x: exactly(*quartet2_quant(x.float(), mode, tiled=False))
-
-
-def expected(shape: CloverShape, prompts: list[list[int]], linear: Any = None) -> list[Tensor]:
-    """By the formula in float64, one prompt at a time."""
-    from nibble.engine.plugin.cloverlm import reference
-
-    tensors = shape.tensors()
-    linear = linear and linear(tensors)
-    heads = {"heads": shape.heads, "head_dim": shape.head_dim}
-    return [
-        reference.logits(tensors, torch.tensor(p), **heads, linear=linear).log_softmax(-1)
-        for p in prompts
-    ]
-
-
-def largest(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return max(float((x - y).abs().max()) for x, y in zip(found, wanted, strict=True))
-
-
-def rms(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return max(float((x - y).square().mean().sqrt()) for x, y in zip(found, wanted, strict=True))
-
-
-def most_agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Whether at least half of the prompts agree at all of their positions."""
-    each = [
-        bool(((x - y).square().mean(-1).sqrt() < FLOAT32_RMS * y.abs().max()).all())
-        for x, y in zip(found, wanted, strict=True)
-    ]
-    return sum(each) >= len(each) / 2
 
 
 def test_the_formula_gives_the_vectors_logits(kernels: Any) -> None:
@@ -296,7 +195,7 @@ def test_two_ranks_answer_as_one(
 
 @pytest.mark.slow
 def test_four_ranks_answer_as_one(installed: Path, tmp_path: Path, answers: dict[str, Any]) -> None:
-    """Each has 7 query heads, and a key head of its own for every one of them."""
+    """Each has 7 query heads, and one key head for each of them."""
     folder = models.write_bf16(tmp_path / "model", SPLIT)
     options = FLOAT32 | QUARTET2 | {"tensor_parallel_size": 4}
     ((four,),) = in_vllm(installed, tmp_path, [request(folder, options)], **TWO_PROCESSES)
@@ -307,7 +206,7 @@ def test_four_ranks_answer_as_one(installed: Path, tmp_path: Path, answers: dict
 def test_two_stages_answer_as_one(installed: Path, tmp_path: Path, answers: dict[str, Any]) -> None:
     folder = models.write_bf16(tmp_path / "model", SPLIT)
     options = FLOAT32 | QUARTET2 | {"pipeline_parallel_size": 2}
-    path = {"PYTHONPATH": f"{installed}{os.pathsep}{CPU_STAGES}"}
+    path = {"PYTHONPATH": f"{installed}{os.pathsep}{CLUSTER_PLATFORM}"}
     ((two,),) = in_vllm(installed, tmp_path, [request(folder, options)], **TWO_PROCESSES, **path)
     assert most_agree(answers["split, token"][0], two)
 

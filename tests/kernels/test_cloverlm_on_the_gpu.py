@@ -7,10 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cloverlm_models as models
 import pytest
 import torch
-from cloverlm_models import CloverShape
 from test_cloverlm_in_vllm import (
     BF16_MAX,
     BF16_RMS,
@@ -29,6 +27,9 @@ from test_cloverlm_in_vllm import (
     request,
     rms,
 )
+
+from tests.support.models import cloverlm_models as models
+from tests.support.models.cloverlm_models import CloverShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 GRAPHS = {

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import assert_same_bits, call, every_half, float_of, vectors
+
+from tests.support.kernels.kernel_cases import assert_same_bits, call, every_half, float_of, vectors
 
 CUDA_HEADERS = Path("/usr/local/cuda/include")
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_logprobs
-from changes import OPERATORS
-from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
+
+from tests.support.changes import OPERATORS
+from tests.support.in_vllm import vllm_logprobs
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 SHAPE = Shape(experts=4)

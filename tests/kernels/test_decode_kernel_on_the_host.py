@@ -18,9 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from changes import OPERATORS
-from conftest import KERNELS
-from kernel_cases import activations, assert_rounded_once, packed_weight, values_of
 from test_nvfp4_gpu_moe import (
     COLUMNS,
     EXPERTS,
@@ -31,6 +28,15 @@ from test_nvfp4_gpu_moe import (
     experts_of,
 )
 from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.kernel_cases import (
+    activations,
+    assert_rounded_once,
+    packed_weight,
+    values_of,
+)
 
 EMULATOR = Path(__file__).parent / "emulator"
 GLOBAL_SCALE = 1.23e-4

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KERNELS, cuda_targets
+
+from tests.support.kernels.kernel_build import KERNELS, cuda_targets
 
 PROGRAM = Path(__file__).with_name("exhaustive_conversions.cu")
 

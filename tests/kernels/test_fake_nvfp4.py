@@ -1,18 +1,19 @@
-"""models/fake_nvfp4.py, with which the demos are trained: a layer gets NVFP4, and the gradient
-is that of its own input.
+"""models/fake_nvfp4.py, with which the demos are trained: a layer computes with NVFP4, and the
+gradient is that of the input as it was.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-FILE = Path(__file__).resolve().parents[2] / "models" / "fake_nvfp4.py"
+from tests.support.paths import ROOT
+
+FILE = ROOT / "models" / "fake_nvfp4.py"
 
 
 @pytest.fixture(scope="module")

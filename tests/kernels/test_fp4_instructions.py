@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from changes import OPERATORS
-from conftest import KERNELS
-from cuda_tools import NVCC, disassembler
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_build import KERNELS
+from tests.support.releases.cuda_tools import NVCC, disassembler
 
 PACKAGE = KERNELS / "src/nibble_kernels"
 SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("**/*.cu"))
@@ -196,8 +197,8 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
 
 
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
-    """sm_120 without f or a refuses the instruction (kernels.md 0.1); the sources compile for it
-    all the same.
+    """ptxas 13.0 refuses the instruction for sm_120 without f or a; the sources compile for it all
+    the same.
     """
     ptx, _ = compile_for("120", "conversions/probe.cu")
     assert "e2m1x2" not in ptx

@@ -1,5 +1,5 @@
-"""formats.md 5.2 through vLLM's own layer classes: what vLLM alone makes of unequal global
-scales, and what the plugin does.
+"""Fused layers with unequal global scales, in vLLM's layer classes: what vLLM alone makes of them,
+and what the plugin does.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from changes import OPERATORS
+
+from tests.support.changes import OPERATORS
+from tests.support.paths import ROOT, python_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
-PROGRAM = Path(__file__).parents[2] / "benchmarks/nvfp4_layers.py"
+PROGRAM = ROOT / "benchmarks/nvfp4_layers.py"
 BF16_ROUNDING = 0.004  # two roundings of an output to BF16
 FORMS = ("modelopt", "compressed-tensors")
 # activations and kernel -> relative error of each part to the weights before they were quantized
@@ -30,7 +32,7 @@ Errors = dict[
 
 
 def run_program(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
+    path = python_path(installed)
     environ = os.environ | {"PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, str(PROGRAM), *words],

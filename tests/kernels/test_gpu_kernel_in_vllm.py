@@ -9,14 +9,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import cloverlm_models
-import gpu_kernel_anywhere
 import pytest
-import test_cloverlm_in_vllm as cloverlm
 import torch
-import vllm_logprobs
-from changes import OPERATORS
-from generated_nvfp4 import Form, Shape, write_checkpoint
+
+from tests.support.changes import OPERATORS
+from tests.support.in_vllm import cloverlm_answers as cloverlm
+from tests.support.in_vllm import vllm_logprobs
+from tests.support.models import cloverlm_models
+from tests.support.models.generated_nvfp4 import Form, Shape, write_checkpoint
+from tests.support.paths import python_path
+from tests.support.vllm_plugins import gpu_kernel_anywhere
+from tests.support.vllm_plugins.install import install
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 PROMPT = [5, 17, 33, 101, 120, 7, 9, 11, 64, 80, 2]
@@ -34,14 +37,8 @@ def run(
 
 def anywhere(installed: Path, here: Path) -> dict[str, str]:
     """An environment in which vLLM finds the plugin gpu_kernel_anywhere."""
-    info = here / "anywhere-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anywhere\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nanywhere = gpu_kernel_anywhere:register\n"
-    )
-    path = f"{installed}:{here}:{Path(gpu_kernel_anywhere.__file__).parent}"
-    return {"PYTHONPATH": path, "FUSED": str(here / "fused")}
+    install(here, gpu_kernel_anywhere)
+    return {"PYTHONPATH": python_path(installed, here), "FUSED": str(here / "fused")}
 
 
 OPTIONS = {"max_model_len": 256}

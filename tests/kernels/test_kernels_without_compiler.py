@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from changes import OPERATORS
-from conftest import KERNELS, pip_install
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_build import KERNELS, pip_install
 
 PROGRAM = """
 import torch

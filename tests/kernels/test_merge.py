@@ -1,18 +1,17 @@
 """Global scales of fused layers, brought to one: which values do the merged tensors mean?"""
 
 import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-HERE = Path(__file__).parent / "vectors"
+from tests.support.paths import VECTORS
 
 
 def vectors(name: str) -> list:
-    return json.loads((HERE / name).read_text())["vectors"]
+    return json.loads((VECTORS / name).read_text())["vectors"]
 
 
 def e4m3(*values: float) -> torch.Tensor:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import (
+from torch import Tensor
+
+from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
     assert_same_bits,
     packed_weight,
     values_of,
 )
-from torch import Tensor
 
 EVERY_SCALE = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
 SHAPES = [(16, 32), (24, 176), (136, 1056)]  # rows and columns of the weight
@@ -171,7 +172,7 @@ def test_silu_mul_and_residual_come_before_the_only_rounding(device: str) -> Non
 
 
 def test_activations_keep_their_range(device: str) -> None:
-    """1e30 and 1e-30 in one batch: float16 operands scale each row by a power of two of its own."""
+    """1e30 and 1e-30 in one batch: float16 operands scale each row by another power of two."""
     codes, scales = packed_weight(32, 256)
     x = torch.randn(3, 256) * torch.tensor([[1e30], [1.0], [1e-30]])
     x[1, 7] = 0.0

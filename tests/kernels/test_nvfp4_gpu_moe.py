@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from changes import OPERATORS
-from kernel_cases import activations, packed_weight, values_of
 from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_cases import activations, packed_weight, values_of
 
 EXPERTS, OUTPUTS, COLUMNS = 6, 48, 416
 GLOBAL_SCALES = torch.rand(EXPERTS, 2, generator=torch.Generator().manual_seed(1)) * 1e-3 + 1e-4

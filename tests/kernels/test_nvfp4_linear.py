@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from changes import OPERATORS
-from kernel_cases import (
+from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
     assert_same_bits,
@@ -25,13 +27,16 @@ from kernel_cases import (
     values_of,
     vectors,
 )
-from torch import Tensor
+from tests.support.paths import ROOT
 
-ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 33, 260)  # both loops, their groups and their chunks of rows
+ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 33, 260)  # both loops and their groups of rows
 ONE = torch.ones(())
 
 
-@pytest.fixture(params=["reference", "portable", "avx2", "avx512"])
+LEVELS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+
+
+@pytest.fixture(params=["reference", *LEVELS])
 def level(request: pytest.FixtureRequest, kernels: object) -> Iterator[str]:
     """The specification, and the compiled code with each instruction set of this processor."""
     from nibble_kernels.nvfp4_linear import cpu_levels, use_cpu_level
@@ -80,6 +85,139 @@ def test_every_code_with_every_scale_is_exact(level: str) -> None:
         assert torch.equal(
             linear(level, torch.eye(64)[row : row + 1], weight, scales), found[row : row + 1]
         )
+
+
+def test_every_pair_of_codes_with_every_scale_is_exact(level: str) -> None:
+    """All 256 bytes of codes x 254 scales, packed too, by both loops."""
+    bytes_ = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
+    weight = torch.arange(256).to(torch.uint8).expand(len(bytes_), -1).contiguous()
+    scales = bytes_[:, None].expand(-1, 32).contiguous().view(torch.float8_e4m3fn)
+    x, exact = torch.eye(512).bfloat16(), values_of(weight, scales).T + 0.0
+    found = linear(level, x.float(), weight, scales)
+    assert torch.equal(found.double(), exact)
+    for row in (0, 255, 504):
+        few = linear(level, x[row : row + 8], weight, scales)
+        assert torch.equal(few, exact[row : row + 8].bfloat16())
+        assert torch.equal(packed_linear(level, x[row : row + 8], weight, scales), few)
+
+
+def test_every_product_of_quantized_codes_is_exact(level: str) -> None:
+    """16 codes of activations x 16 codes of weights x 254 scales, alone in their blocks."""
+    each = torch.arange(0, 256, 17).to(torch.uint8)[:, None].expand(-1, 8)
+    values = values_of(each, torch.ones(16, 1))[:, :1]
+    x = torch.zeros(16, 16)
+    x[:, :1], x[:, 1] = values.float(), 6.0  # the block scale is 1
+    bytes_ = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
+    weight = torch.zeros(16, len(bytes_), 8, dtype=torch.uint8)
+    weight[:, :, 0] = torch.arange(16, dtype=torch.uint8)[:, None]
+    scales = bytes_.expand(16, -1).reshape(-1, 1).contiguous().view(torch.float8_e4m3fn)
+    exact = values @ values_of(weight.flatten(0, 1), scales)[:, :1].T
+    for rows in (slice(0, 16), slice(0, 8), slice(8, 16), slice(3, 4)):
+        found = linear(level, x[rows], weight.flatten(0, 1), scales, input_scale_inv=ONE)
+        assert torch.equal(found.double(), exact[rows] + 0.0)
+
+
+def integer_reference(x: Tensor, weight: Tensor, scales: Tensor, inverse: Tensor) -> Tensor:
+    """W4A4 by definition: exact integers in a block, times both scales, added block by block in
+    float32.
+    """
+    from nibble_kernels.activation_quant.reference import nvfp4_quant
+
+    codes, x_scales = nvfp4_quant(x, inverse, tiled=False, exact=True)
+    ones = [torch.ones_like(scale.float()) for scale in (x_scales, scales)]
+    doubled = [2 * values_of(c, one) for c, one in zip((codes, weight), ones, strict=True)]
+    a, b = (each.long().unflatten(-1, (-1, 16)) for each in doubled)
+    dots = torch.einsum("mbk,nbk->mnb", a, b)
+    parts = dots.double() / 4 * x_scales.double()[:, None] * scales.double()
+    assert torch.equal(parts.float().double(), parts)  # each part is exact in float32
+    total = torch.zeros(parts.shape[:2])
+    for block in range(parts.shape[2]):
+        total = total + parts[:, :, block].float()
+    return total * (1 / inverse)
+
+
+@pytest.mark.parametrize("columns", [16, 48, 576, 1040])
+def test_quantized_products_are_those_of_integers_to_the_bit(level: str, columns: int) -> None:
+    """On every level and for any number of rows."""
+    if level == "reference":
+        pytest.skip("torch's own matrix product adds in its own order")
+    weight, scales = packed_weight(49, columns)
+    x = activations(37, columns, torch.float32)
+    inverse = fitting_scale(x)
+    expected = integer_reference(x, weight, scales, inverse)
+    for rows in (slice(0, 37), slice(0, 8), slice(5, 10), slice(36, 37)):
+        found = linear(level, x[rows], weight, scales, input_scale_inv=inverse)
+        assert_same_bits((found,), (expected[rows],), rows)
+
+
+def test_packing_is_undone_bit_for_bit(kernels: object) -> None:
+    """Compiled as specified, for numbers of rows that fill no tile, too."""
+    from nibble_kernels.nvfp4_linear import packed
+
+    for rows, columns in product((1, 15, 16, 17, 50), (16, 48, 576)):
+        weight, scales = packed_weight(rows, columns)
+        found = packed.pack_weight(weight, scales)
+        assert_same_bits(found[:2], packed._pack_reference(weight, scales), (rows, columns))
+        assert found.codes.numel() + found.scales.numel() == -(-rows // 16) * 9 * columns
+        assert_same_bits(packed.stored_weight(found), (weight, scales), (rows, columns))
+        assert_same_bits(packed._unpack_reference(*found), (weight, scales), (rows, columns))
+
+
+def packed_linear(level: str, x: Tensor, weight: Tensor, scales: Tensor, **rest: Tensor) -> Tensor:
+    from nibble_kernels.nvfp4_linear import packed
+
+    if level == "reference":
+        return linear(level, x, *packed.stored_weight(packed.pack_weight(weight, scales)), **rest)
+    return packed.nvfp4_packed_linear(x, packed.pack_weight(weight, scales), ONE, **rest)
+
+
+def test_a_packed_weight_gives_the_same_bits(level: str) -> None:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for columns, outputs, dtype in product((16, 208, 576), (1, 49, 96), dtypes):
+        weight, scales = packed_weight(outputs, columns)
+        rest = {"column_scale": torch.rand(outputs) + 0.5, "bias": torch.randn(outputs).to(dtype)}
+        for rows in (1, 3, 8, 9, 70):
+            x = torch.randn(rows, columns).to(dtype)
+            for more in (rest, rest | {"input_scale_inv": torch.tensor([30.0])}):
+                expected = linear(level, x, weight, scales, **more)
+                found = packed_linear(level, x, weight, scales, **more)
+                assert_same_bits((found,), (expected,), (columns, outputs, dtype, rows))
+                again = packed_linear(level, x, weight, scales, **more)
+                assert_same_bits((again,), (found,), "once more")
+
+
+@pytest.mark.parametrize("rows", [2, 12])
+def test_infinity_and_nan_in_x_stay_in_their_row(level: str, rows: int) -> None:
+    weight = torch.full((17, 8), 0x22, dtype=torch.uint8)  # ones
+    scales = torch.ones(17, 1).to(torch.float8_e4m3fn)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.ones(rows, 16, dtype=dtype)
+        x[0, 3], x[1, 5] = torch.inf, torch.nan
+        found = linear(level, x, weight, scales)
+        assert (found[0] == torch.inf).all() and found[1].isnan().all()
+        assert (found[2:] == 16).all()
+
+
+def test_the_levels_are_those_of_the_processor(kernels: object) -> None:
+    from nibble_kernels.nvfp4_linear import cpu_levels
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = set(
+        next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split()
+    )
+    needs = {
+        "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_vbmi", "avx512_vnni"},
+        "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
+        "avx512": {"avx512f"},
+        "avx2": {"avx2", "fma", "f16c"},
+        "portable": set(),
+    }
+    assert cpu_levels()[-1] == "portable" and list(needs) == list(reversed(LEVELS))
+    for name in cpu_levels():
+        here = {flag.replace("avx512vbmi", "avx512_vbmi") for flag in flags}
+        assert needs[name] <= here
+    if "avx512_bf16" in flags and "avx512vbmi" in flags:
+        assert cpu_levels()[0] == "avx512_bf16"
 
 
 def test_a_nan_scale_shows(level: str) -> None:
@@ -156,6 +294,8 @@ def test_a_row_does_not_depend_on_the_others(level: str) -> None:
         assert torch.equal(linear(level, x[row : row + 1], weight, scales), few[row : row + 1])
     for begin, end in ((0, 9), (5, 40), (250, 300)):
         assert torch.equal(linear(level, x[begin:end], weight, scales), many[begin:end])
+    long = torch.cat((x, x[:220]))  # the last ones are few, beyond a whole number of portions
+    assert torch.equal(linear(level, long, weight, scales), torch.cat((many, many[:220])))
 
 
 def test_the_number_of_threads_changes_nothing(level: str) -> None:
@@ -166,12 +306,14 @@ def test_the_number_of_threads_changes_nothing(level: str) -> None:
     try:
         for rows in (1, 6, 40):
             x, results = torch.randn(rows, 1040, dtype=torch.bfloat16), []
-            for count in (1, 2, 3, 7):
+            for count in (1, 2, 3, 4, 7):
                 torch.set_num_threads(count)
-                results.append(
-                    linear(level, x, weight, scales, input_scale_inv=torch.tensor([30.0]))
-                )
-            assert_same_bits(tuple(results), (results[0],) * len(results), rows)
+                inverse = torch.tensor([30.0])
+                results += [
+                    packed_linear(level, x, weight, scales),
+                    packed_linear(level, x, weight, scales, input_scale_inv=inverse),
+                ]
+            assert_same_bits(tuple(results), tuple(results[:2]) * (len(results) // 2), rows)
     finally:
         torch.set_num_threads(threads)
 
@@ -227,9 +369,40 @@ def test_wrong_arguments_are_refused(kernels: object) -> None:
         torch.ops.nibble.nvfp4_linear(x, weight, scales[:5], ONE, None, None, None)
 
 
+def test_what_is_no_packed_weight_is_refused(kernels: object) -> None:
+    from nibble_kernels.nvfp4_linear.packed import nvfp4_packed_linear, pack_weight
+
+    weight, scales = packed_weight(10, 64)
+    packed = pack_weight(weight, scales)
+    for message, x, given in (
+        (r"codes \[1, 3, 128\] for rows of 48; got \[1, 4, 128\]", torch.ones(2, 48), packed),
+        (r"17 rows must be codes \[2, 4, 128\]", torch.ones(2, 64), packed._replace(rows=17)),
+        ("must be codes", torch.ones(2, 64), packed._replace(codes=weight)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nvfp4_packed_linear(x, given, ONE)
+    with pytest.raises(ValueError, match=r"bias must have one element for each of 10"):
+        nvfp4_packed_linear(torch.ones(2, 64), packed, ONE, bias=torch.ones(16))
+    with pytest.raises(RuntimeError, match="do not fit 10 rows of 64"):
+        nvfp4_packed_linear(torch.ones(2, 64), packed._replace(scales=packed.scales[:, :2]), ONE)
+    scales.view(torch.uint8)[3, 1] = 0xFF
+    with pytest.raises(ValueError, match="a block scale is NaN"):
+        pack_weight(weight, scales)
+
+
+def test_memory_is_read_whole(kernels: object) -> None:
+    from nibble_kernels.memory import read_memory
+
+    x = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
+    assert read_memory(x) == x.view(torch.int64).sum().item()
+    with pytest.raises(RuntimeError, match="multiple of 8 bytes"):
+        read_memory(x[:9])
+
+
 def test_the_operator_is_registered_soundly_and_compiles(kernels: object) -> None:
     import torch._dynamo.testing
     from nibble_kernels.nvfp4_linear import nvfp4_linear
+    from nibble_kernels.nvfp4_linear.packed import pack_weight
 
     weight, scales = packed_weight(10, 64)
     args = (torch.randn(3, 64), weight, scales, ONE, torch.ones(10), torch.ones(10), ONE)
@@ -239,6 +412,8 @@ def test_the_operator_is_registered_soundly_and_compiles(kernels: object) -> Non
         "test_aot_dispatch_dynamic",
     )  # the other has no float8
     torch.library.opcheck(torch.ops.nibble.nvfp4_linear.default, args, test_utils=checks)
+    packed = (args[0], *pack_weight(weight, scales), *args[3:])
+    torch.library.opcheck(torch.ops.nibble.nvfp4_packed_linear.default, packed, test_utils=checks)
     torch._dynamo.reset()
     counter, graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager"), []
     traced = torch.compile(nvfp4_linear, backend=counter, fullgraph=True, dynamic=True)
@@ -263,7 +438,7 @@ def test_without_compiled_code_the_result_is_the_same_within_rounding(
     weight, scales = packed_weight(30, 208)
     x, file = torch.randn(5, 208), tmp_path / "args.pt"
     torch.save((x, weight, scales, ONE, torch.tensor([30.0])), file)
-    sources = Path(__file__).parents[2] / "kernels/src"
+    sources = ROOT / "kernels/src"
     subprocess.run(
         [sys.executable, "-c", program, file],
         check=True,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import packed_weight, values_of
 from torch import Tensor
+
+from tests.support.kernels.kernel_cases import packed_weight, values_of
 
 GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
 NOT_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
@@ -204,7 +205,7 @@ def test_no_tokens(moe: Any) -> None:
 
 
 def test_experts_without_tokens_are_not_read(kernels: object) -> None:
-    """NaN in every expert that nobody chose."""
+    """NaN in every expert that the router did not choose."""
     from nibble_kernels.nvfp4_moe import nvfp4_moe
 
     layer = experts(6, 64, 32)
@@ -229,6 +230,39 @@ def test_the_number_of_threads_changes_nothing(kernels: object) -> None:
             assert all(torch.equal(one, results[0]) for one in results)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 70])
+def test_packed_experts_give_the_same_bits(
+    kernels: object, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the memory of the experts that they replace."""
+    from nibble_kernels.nvfp4_moe import nvfp4_moe, packed
+
+    layer = experts(5, 208, 48)
+    x = torch.randn(tokens, 208).bfloat16()
+    weights, ids = routing(tokens, 5, 3)
+    inputs: dict[str, Any] = {
+        "w13_input_scale": torch.full((5,), 2e-3),
+        "w2_input_scale": torch.full((5,), 1e-2),
+    }
+    forms: tuple[dict[str, Any], ...] = ({}, inputs)
+    expected = [nvfp4_moe(x, weights, ids, **layer, activation="silu", **rest) for rest in forms]
+    for name in ("w13", "w2"):
+        before = layer[name].data_ptr()
+        both = packed.pack_experts(layer[name], layer[f"{name}_scale"])
+        assert both[0].data_ptr() == before
+        layer[name], layer[f"{name}_scale"] = both
+    for rest, right in zip(forms, expected, strict=True):
+        found = packed.nvfp4_packed_moe(x, weights, ids, **layer, activation="silu", **rest)
+        assert torch.equal(found, right)
+    monkeypatch.setattr(packed, "_packed_moe", packed._reference)
+    plain = packed.nvfp4_packed_moe(x, weights, ids, **layer, activation="silu")
+    assert_close(plain, expected[0].double(), 1e-2)
+    with pytest.raises(ValueError, match=r"w2 must be packed uint8 codes \[5, 13, 3, 128\]"):
+        packed.nvfp4_packed_moe(
+            x, weights, ids, **layer | {"w2": layer["w2"][:, 1:]}, activation="silu"
+        )
 
 
 def test_wrong_arguments_are_refused(kernels: object) -> None:

@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_cases import (
+
+from tests.support.kernels.kernel_cases import (
     activations,
     assert_as_specified,
     assert_same_bits,

@@ -6,7 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernel_cases import vectors
+
+from tests.support.kernels.kernel_cases import vectors
 
 
 def hex_of(tensor: torch.Tensor) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import activations, assert_same_bits, fitting_scale
+
+from tests.support.kernels.kernel_cases import activations, assert_same_bits, fitting_scale
 
 pytestmark = pytest.mark.gpu
 

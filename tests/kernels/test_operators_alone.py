@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import KERNELS
+
+from tests.support.kernels.kernel_build import KERNELS
 
 # Found by no import, wherever they are installed.
 ALONE = """

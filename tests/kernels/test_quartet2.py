@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cloverlm_models import VECTORS
 from torch import Tensor
+
+from tests.support.models.cloverlm_models import VECTORS
 
 MODES = ("token", "batch-pow2", "batch")
 
@@ -111,7 +112,7 @@ def test_the_authors_scale_is_another_draw_for_every_batch(op: Any) -> None:
 def test_four_over_six_errs_as_little_in_every_mode(mode: str, op: Any) -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
     error = float((meaning(*op(x, mode)) - x.double()).norm() / x.double().norm())
-    assert 0.085 < error < 0.0885  # formats.md 2.3: 8.70 %; plain NVFP4 has 9.51 %
+    assert 0.085 < error < 0.0885  # 8.70 % of Gaussian rows; plain NVFP4 has 9.51 %
 
 
 @pytest.mark.parametrize("mode", ["token", "batch-pow2"])
@@ -251,7 +252,7 @@ def test_two_ranks_have_seven_halves_of_groups_each(kernels: ModuleType) -> None
 
     found = [heads_of_rank(28, 7, rank, 2) for rank in (0, 1)]
     keys = [[heads.stored[group] for group in heads.groups] for heads in found]
-    assert keys == [[0, 0, 1, 1, 2, 2, 3], [3, 4, 4, 5, 5, 6, 6]]  # formats.md 1.5
+    assert keys == [[0, 0, 1, 1, 2, 2, 3], [3, 4, 4, 5, 5, 6, 6]]
     with pytest.raises(ValueError, match="cannot be shared by 3"):
         heads_of_rank(28, 7, 0, 3)
 

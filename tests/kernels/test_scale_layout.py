@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import vectors
+
+from tests.support.kernels.kernel_cases import vectors
 
 
 def test_vectors(kernels: object) -> None:

@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tokenmonster_file import TEXT, tokens_of, u24, write_vocabulary
+
+from tests.support.models.tokenmonster_file import TEXT, tokens_of, u24, write_vocabulary
 
 SAMPLES = (
     "",

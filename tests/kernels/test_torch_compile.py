@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
-from kernel_cases import activations, assert_same_bits
+
+from tests.support.kernels.kernel_cases import activations, assert_same_bits
 
 
 def quantize_all(
@@ -114,8 +115,8 @@ def test_work_is_ordered_on_the_current_stream(kernels: object) -> None:
 
 @pytest.mark.gpu
 def test_first_use_inside_a_capture_works(installed: object) -> None:
-    """In a process of its own: the conversions cannot be chosen while capturing, and the
-    software does the work.
+    """In a separate process: the conversions cannot be chosen while capturing, and the software
+    does the work.
     """
     program = (
         "import torch; from nibble_kernels.activation_quant import nvfp4_quant\nx = torch.randn(64,"

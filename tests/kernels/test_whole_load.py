@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from changes import OPERATORS
-from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_drafts import DRAFTS, write_draft
 from torch import Tensor
 
+from tests.support.changes import OPERATORS
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+from tests.support.models.tiny_drafts import DRAFTS, write_draft
+from tests.support.paths import IN_VLLM, python_path
+
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 DENSE, EXPERTS = Shape(layers=3), Shape(layers=3, experts=4)
 FORMS = ("bf16", "modelopt", "compressed-tensors")
 BASE: dict[str, Any] = {
@@ -262,9 +263,9 @@ def loads(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Loads:
     wishes += [
         write_draft(root / name, name, root / draft.target) for name, draft in DRAFTS.items()
     ]
-    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
+    path = python_path(installed)
     done = subprocess.run(
-        [sys.executable, str(FIXTURES / "loads_in_vllm.py")], env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, str(IN_VLLM / "loads_in_vllm.py")], env=os.environ | {"PYTHONPATH": path},
         input=json.dumps(wishes), capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"folder"')]

@@ -16,10 +16,10 @@ EXPERTS, ROWS, COLUMNS = 4, 12, 8  # gate and up of 6 rows each
 
 
 def short(parameter: Any, views: list[Any], is_pair: bool = True) -> list[int]:
-    from nibble.engine.plugin.written import _short_experts
+    from nibble.engine.plugin.written import _incomplete_experts
 
     regions = {(int(v.storage_offset()), tuple(v.shape), v.stride()) for v in views}
-    return _short_experts(parameter, regions, is_pair)
+    return _incomplete_experts(parameter, regions, is_pair)
 
 
 def weight(*shape: int) -> Any:

@@ -1,5 +1,5 @@
-"""Answers that are no patch of vLLM (a flag, a rule, a variable, a check): taken away, exactly
-their probes find the defect.
+"""Answers other than patches (a flag, a rule, a variable, a check): without one, exactly its probes
+find the defect.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from changes import PATCHING
-from separating import halves, subsets
-from trees import pristine
 
 from nibble.engine.patching.run import rows
 from nibble.machine.paths import root
+from tests.support.changes import PATCHING
+from tests.support.releases.separating import halves, subsets
+from tests.support.releases.trees import pristine
 
 pytestmark = [
     pytest.mark.vllm,

@@ -14,11 +14,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import cuda_tools
 import elftools
 import pytest
-from changes import PATCHING
-from trees import pristine
 
 from nibble.engine.fatbin import Code, gpu_objects
 from nibble.engine.gpu_code import CORE, check_binaries
@@ -26,6 +23,9 @@ from nibble.engine.patching.tree import open_tree
 from nibble.errors import NibbleError
 from nibble.machine.paths import root
 from nibble.machine.targets import load_target
+from tests.support.changes import PATCHING
+from tests.support.releases import cuda_tools
+from tests.support.releases.trees import pristine
 
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
 
@@ -167,7 +167,7 @@ def test_the_seeds_wheels_are_refused(version: str) -> None:
         (0x100000, r"nvfp4_quant_kernels for 100f, 120a \("),
         (0, r"nvfp4_quant_kernels for 100f, 120 \("),
     ],
-    ids=["120a, as a CUDA 12 build", "plain 120, as the seeds built"],
+    ids=["120a, as a CUDA 12 build", "plain 120, as images for GB10 had it"],
 )
 def test_the_real_wheel_with_other_targets_is_refused(flag: int, said: str, tmp_path: Path) -> None:
     """The 0.32.0 wheel whose 120f entries say that they are for something else."""

@@ -24,14 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import cuda_tools
 import pytest
-from changes import PATCHING
-from trees import patched, pristine, source_tree
 
 from nibble.engine.fatbin import Code, gpu_objects
 from nibble.engine.gpu_code import CORE, FAMILY_CODE, MARLIN_FP4, MOE
 from nibble.machine.targets import load_target
+from tests.support.changes import PATCHING
+from tests.support.releases import cuda_tools
+from tests.support.releases.trees import patched, pristine, source_tree
 
 pytestmark = [
     pytest.mark.when_changed(*PATCHING),

@@ -11,15 +11,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import cuda_tools
 import pytest
-import trees
-from changes import PATCHING
-from gpu_modules import module, write_tree
 
 from nibble.engine.patching import run
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.machine.paths import root
+from tests.support.changes import PATCHING
+from tests.support.releases import cuda_tools, trees
+from tests.support.releases.gpu_modules import module, write_tree
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*PATCHING)]
 needs_nvcc = pytest.mark.skipif(not cuda_tools.NVCC.exists(), reason=f"no {cuda_tools.NVCC}")
@@ -116,7 +115,7 @@ def test_a_dispatcher_without_its_definition_is_found(tmp_path: Path) -> None:
 def test_a_flashinfer_that_converts_in_software_is_found(
     header: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first is the seed's own patch: SM121 out of CUTLASS's list."""
+    """The first is a published patch: SM121 out of CUTLASS's list."""
     edits = {
         "float_subbyte.h": ("data/cutlass/include/cutlass/float_subbyte.h", "_SM121", "_NONE"),
         "quantization_utils.cuh": (
@@ -178,7 +177,7 @@ def test_a_cuda_whose_header_was_replaced_is_found(
 
 @needs_nvcc
 def test_a_flashinfer_as_old_as_the_seeds_is_found(tmp_path: Path) -> None:
-    """In a process of its own: the probe pretends GPUs to torch."""
+    """In a separate process: the probe pretends GPUs to torch."""
     edits = {
         "compilation_context.py": ('(major, "0f")', '(major, "0a")'),
         "data/cutlass/include/cutlass/version.h": (

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_checkpoint import linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.models.tiny_checkpoint import linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 pytestmark = pytest.mark.vllm
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import copy_of, patched, pristine
 
 from nibble.engine.patching.apply import apply_series
 from nibble.engine.patching.run import PROBE_ENVIRONMENT
 from nibble.engine.patching.series import Series, load_series
 from nibble.engine.patching.tree import open_tree
 from nibble.machine.paths import root
+from tests.support.releases.probes import support
+from tests.support.releases.trees import copy_of, patched, pristine
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
-sys.path.insert(0, str(root() / "patches"))
-from probes.support import fake_cuda, selection  # noqa: E402  # pyright: ignore
+fake_cuda, selection = support("fake_cuda"), support("selection")
 
 GPUS = {
     "SM121": fake_cuda.SM121,

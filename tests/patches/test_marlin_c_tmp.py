@@ -9,13 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import trees
-from changes import PATCHING
 
 from nibble.engine.patching import run
 from nibble.engine.patching.probe import Finding
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.machine.paths import root
+from tests.support.changes import PATCHING
+from tests.support.releases import trees
 
 PROBE = run.load("n24_marlin_moe_c_tmp")
 MARLIN = "csrc/moe/marlin_moe_wna16"

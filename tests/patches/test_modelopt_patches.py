@@ -13,20 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import trees
 
 from nibble.engine.patching import run
 from nibble.engine.patching.tree import Tree, open_tree
+from tests.support.releases import trees
+from tests.support.releases.probes import support
 
 pytestmark = pytest.mark.vllm
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 MODELS = "vllm.model_executor.models"
-
-
-def support(name: str) -> Any:
-    """A support module of the probes."""
-    run.load("support")
-    return run.load(f"support.{name}")
 
 
 @cache

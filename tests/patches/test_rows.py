@@ -1,5 +1,5 @@
 """docs/patches.md is true: each probe finds in each pristine release what its row says, and each
-fix is what mends it.
+fix is the reason why its probe passes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from changes import PATCHING
-from separating import halves, subsets
-from trees import copy_of, patched, pristine, source_tree
 
 from nibble.engine.patching.apply import apply_series, revert_series
 from nibble.engine.patching.run import Result, rows, run
@@ -19,6 +16,9 @@ from nibble.engine.patching.series import load_series
 from nibble.engine.patching.status import Line, look
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.machine.paths import root
+from tests.support.changes import PATCHING
+from tests.support.releases.separating import halves, subsets
+from tests.support.releases.trees import copy_of, patched, pristine, source_tree
 
 pytestmark = pytest.mark.vllm
 ROWS = rows()

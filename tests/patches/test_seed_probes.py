@@ -1,5 +1,5 @@
-"""Probes of Python and numbers: that they can fail and pass, and what the seeds' own patches
-would have done.
+"""Probes of Python and numbers: they can fail and pass, and what published patches would have
+done.
 """
 
 from __future__ import annotations
@@ -10,24 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trees
-from changes import PATCHING
 
 from nibble.engine.patching import run
 from nibble.engine.patching.probe import Finding
 from nibble.engine.patching.tree import Tree, open_tree
+from tests.support.changes import PATCHING
+from tests.support.releases import trees
+from tests.support.releases.probes import support
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*PATCHING)]
 LAYERS = "vllm/model_executor/layers"
 GLM = "vllm/model_executor/models/glm4_moe.py"
 MODELOPT = f"{LAYERS}/quantization/modelopt.py"
 COMPRESSED = f"{LAYERS}/quantization/compressed_tensors"
-
-
-def support(name: str) -> Any:
-    """A support module of the probes."""
-    run.load("support")
-    return run.load(f"support.{name}")
 
 
 def look(tree: Tree, name: str) -> Finding:
@@ -104,7 +99,7 @@ class GatedDeltaNet:
 
 
 def test_inverting_the_global_scale_alone_does_not_mend_the_emulation(tmp_path: Path):
-    """The seed's idea for 0.16.0; block scales are still read in the wrong layout."""
+    """A published patch for 0.16.0 does that; block scales are still read in the wrong layout."""
     old = (
         "weight_scale_swizzled=weight_scale,\n            weight_global_scale=weight_global_scale,"
     )
@@ -249,9 +244,7 @@ def test_one_moe_method_mended_alone_is_still_a_defect(tmp_path: Path):
 
 
 def test_our_quantizer_agrees_with_nvfp4s_known_error():
-    """formats.md 5.2: 9.5 % on normal weights; a mistake in the probes' own arithmetic would
-    show here.
-    """
+    """It is 9.5 % on normal weights; a mistake in the probes' arithmetic would show here."""
     module = support("nvfp4")
     (weight,) = module.normal_weights((512, 0.02))
     assert module.relative_error(module.quantize(weight).values, weight) == pytest.approx(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from worker_reports import RAN
 
 from nibble.canary.agreement import disagreements
+from tests.support.canary.worker_reports import RAN
 
 FULL = RAN | {
     "stage": 0,

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from other_users import open_to_others
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.api_key import KEY_FILE, is_loopback, resolve_api_key
+from tests.support.other_users import open_to_others
 
 
 def fails(cache_dir: Path, match: str, given_key: str | None = None) -> str:

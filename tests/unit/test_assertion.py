@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from worker_reports import RAN, plan
 
 from nibble.canary.kernels import Expectation, deviations, expectations, plain_torch_on_the_cpu
 from nibble.errors import ExitCode
+from tests.support.canary.worker_reports import RAN, plan
 
 
 def found(ran: dict[str, Any], **wishes: Any) -> list[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import MODELOPT_NVFP4, QWEN3, write_model, write_safetensors
 
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
@@ -20,6 +19,8 @@ from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.lint import lint, lint_rules
 from nibble.recipes.rules import Rule, RuleContext, holds, in_effect, load_rules, parse_rules
+from tests.support.models.tiny_model import MODELOPT_NVFP4, QWEN3, write_model, write_safetensors
+from tests.support.refusals import refusal_of
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -49,9 +50,7 @@ def plan(*words: str, **environ: str) -> Plan:
 
 
 def refusal(*words: str, **environ: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(*words, **environ)
-    return caught.value
+    return refusal_of(lambda: plan(*words, **environ))
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from other_users import open_to_others
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.background import Place, Record, registered, stop
+from tests.support.other_users import open_to_others
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 
@@ -36,9 +36,9 @@ def as_another_user(what: str, place: Place, uid: int = 65534) -> tuple[int, str
     code = (
         "import os, sys; from pathlib import Path; from nibble.cli import app as cli\n"
         "from nibble.serve.background import Place, show_logs, stop\n"
-        "from nibble.cli.app import _guarded; p = Place(Path(sys.argv[1]), 8123)\n"
+        "from nibble.cli.failures import guarded; p = Place(Path(sys.argv[1]), 8123)\n"
         f"os.environ.pop('HOME', None); os.setgid({uid}); os.setuid({uid})\n"
-        f"sys.exit(_guarded(lambda: {what}))"
+        f"sys.exit(guarded(lambda: {what}))"
     )
     command = [sys.executable, "-c", code, place.cache]
     done = subprocess.run(

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from bad_input import Case, Ignored, Place, Row, document, pattern
-from bad_input_rows import DOCUMENT, IGNORED, all_rows
-from hub import Hub
-from other_users import open_to_others
-from serving import free_port
-from tiny_model import write_model
 
 from nibble.cli import app as cli
+from tests.support.bad_input.case import Case, Ignored, Place, Row, pattern
+from tests.support.bad_input.table import DOCUMENT, IGNORED, all_rows, document
+from tests.support.models.tiny_model import write_model
+from tests.support.other_users import open_to_others
+from tests.support.paths import ROOT
+from tests.support.servers.hub import Hub
+from tests.support.servers.serving import free_port
 
-ROOT = Path(__file__).parents[2]
 KEPT_VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE")
 STARTING = ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty", "os.system")
 
@@ -213,7 +213,7 @@ def test_harmless_input_is_ignored_with_a_notice(
 
 def test_the_documentation_is_this_table() -> None:
     assert DOCUMENT.read_text() == document(all_rows(), IGNORED), (
-        "run `PYTHONPATH=. python tests/fixtures/bad_input_rows.py`"
+        "run `python -m tests.support.bad_input`"
     )
 
 

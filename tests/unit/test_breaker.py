@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from tiny_model import write_model
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
@@ -24,6 +23,7 @@ from nibble.serve.crash_loop import (
     plan_key,
     this_process,
 )
+from tests.support.models.tiny_model import write_model
 
 DIED = NibbleError(ExitCode.ENGINE_DIED, what="vLLM ended by itself", action="see the log above")
 NOW = 1_000_000.0

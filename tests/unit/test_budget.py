@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import QWEN3, write_model
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Gpu, Hardware
@@ -18,6 +17,8 @@ from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.serve.preflight.machine import check_memory
+from tests.support.models.tiny_model import QWEN3, write_model
+from tests.support.refusals import refusal_of
 
 GIB = 1 << 30
 KV, UTILIZATION = "--kv-cache-memory-bytes", "--gpu-memory-utilization"
@@ -59,9 +60,7 @@ def large(plan: Plan, weights: int, sequence: int) -> Plan:
 
 
 def refusal(plan: Plan) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        check_memory(plan)
-    return caught.value
+    return refusal_of(lambda: check_memory(plan))
 
 
 def test_unified_memory_gets_kv_bytes_and_a_fraction_from_what_is_available(plan: Any) -> None:

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from changed_code import KERNEL, changed_nibble, changed_patches, package
-from serving import ROOT
 
 from nibble.engine import installed as build_id
 from nibble.engine.patching.apply import RECORD_FOLDER
+from tests.support.paths import ROOT
+from tests.support.releases.changed_code import KERNEL, changed_nibble, changed_patches, package
 
 ASK = """
 import json

@@ -12,14 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
-from other_users import open_to_others
 
 from nibble.cli import cache as cache_commands
 from nibble.plan.compile_cache import CacheKey, CachePlan
-from nibble.serve.compile_cache import Entry, Use, damage, drop, entries, to_prune
+from nibble.serve.compile_cache import Entry, Use, drop, entries, to_prune
+from nibble.serve.compile_record import damage
+from tests.support.other_users import open_to_others
+from tests.support.paths import ROOT
 
 DAY_S = 86400.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -319,13 +320,16 @@ def test_a_cache_that_this_user_may_not_look_into_is_one_error_and_not_empty(
     caches.root.chmod(0o700)
     open_to_others(caches.root.parent)
     code = (
-        "import os, sys; from nibble.cli import app as cli; from nibble.cli.cache import"
-        " verify\nfrom nibble.engine import installed as build_id; from nibble.plan import"
-        " compile_cache as cache_keys; from nibble.machine import disk; from nibble.settings import"
-        " sources as settings_layers; from nibble.engine import schema as"
-        " vllm_schema\nvllm_schema.load_schema(); os.setgid(65534);"
-        " os.setuid(65534)\nsys.exit(cli._guarded(lambda: verify({'HOME': '/', 'NIBBLE_CACHE_DIR':"
-        " sys.argv[1]})))"
+        "import os, sys\n"
+        "from nibble.cli import cache, failures\n"
+        "from nibble.engine.schema import load_schema\n"
+        "from nibble.plan import gather\n"  # the other user may not read the installed packages
+        "from nibble.serve import compile_cache\n"
+        "load_schema()\n"
+        "os.setgid(65534)\n"
+        "os.setuid(65534)\n"
+        "environ = {'HOME': '/', 'NIBBLE_CACHE_DIR': sys.argv[1]}\n"
+        "sys.exit(failures.guarded(lambda: cache.verify(environ)))"
     )
     command = [sys.executable, "-c", code, caches.root.parent]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -11,10 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fault_table import table
-from worker_reports import HARDWARE
 
-from nibble.canary import run_canary
 from nibble.canary.client import Answer, Asker
 from nibble.canary.coherence import check_coherence
 from nibble.canary.consistency import check_consistency
@@ -30,12 +27,15 @@ from nibble.canary.references import (
     read_references,
     write_references,
 )
+from nibble.canary.run import run_canary
 from nibble.canary.verification import references_of
 from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
 from nibble.machine.paths import root
 from nibble.plan.choice import Choice
+from tests.support.canary.fault_table import table
+from tests.support.canary.worker_reports import HARDWARE
 
 RIGHT = {
     "17 + 25": "42",
@@ -442,7 +442,7 @@ def test_a_server_that_answers_otherwise_is_not_compared_and_not_our_fault(
 def test_docs_have_the_table_that_is_tested() -> None:
     text = (root() / "docs" / "canary.md").read_text()
     assert "\n".join(table()) in text, (
-        "docs/canary.md: put the lines of tests/fixtures/fault_table.py there"
+        "docs/canary.md: put the lines of tests/support/canary/fault_table.py there"
     )
 
 

@@ -158,7 +158,9 @@ def test_every_fault_that_was_put_into_a_model_is_caught(model: str) -> None:
 
 def test_flags_that_change_numbers_widen_all_limits() -> None:
     data = {"activations": "fp4", "cases": []}
-    assert [references_from(data, "", False, differs).looser for differs in (False, True)] == [
+    assert [
+        references_from(data, "", False, differs).limit_factor for differs in (False, True)
+    ] == [
         1.0,
         3.0,
     ]

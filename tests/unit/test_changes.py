@@ -7,8 +7,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import changes
 import pytest
+
+from tests.support import changes
 
 Git = Callable[..., str]
 

@@ -14,6 +14,7 @@ import pytest
 
 from nibble.cli.chat import ask
 from nibble.errors import ExitCode, NibbleError
+from tests.support.refusals import refusal_of
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -45,9 +46,7 @@ def serve() -> Iterator[Callable[[Answer], dict[str, str]]]:
 
 
 def refusal(environ: dict[str, str]) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        ask("Hello?", "default", 8, environ)
-    return caught.value
+    return refusal_of(lambda: ask("Hello?", "default", 8, environ))
 
 
 def test_an_answer_is_printed_as_it_comes(serve, capsys: pytest.CaptureFixture[str]) -> None:

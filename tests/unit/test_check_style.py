@@ -119,6 +119,12 @@ def test_the_program_names_file_line_and_problem(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"{page}:2: 'Nobody'; write: name the actor")
 
 
+def test_what_is_exempt_stays_so_where_it_is_named() -> None:
+    words = [sys.executable, PROGRAM, "--python", "tests/unit/test_check_style.py"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_the_picture_of_the_readme_shows_the_results() -> None:
     plot = root() / "benchmarks" / "plot_readme.py"
     done = subprocess.run(

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_fuzz import KINDS, NAMED, damage, outcome, split
-from generated_nvfp4 import Shape, write_checkpoint
+
+from tests.support.models.checkpoint_fuzz import KINDS, NAMED, damage, outcome, split
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
 SECONDS = float(os.environ.get("NIBBLE_FUZZ_QUICK_SECONDS", "8"))
 SEED = int(os.environ.get("NIBBLE_FUZZ_SEED", "20261123"))

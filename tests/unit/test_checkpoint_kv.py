@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import write_checkpoint
-from tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, QWEN3
 
 from nibble.checkpoint import (
     LayerMemory,
@@ -20,6 +18,8 @@ from nibble.checkpoint import (
     sequence_memory,
     sequence_memory_bytes,
 )
+from tests.support.models.tiny_checkpoint import write_checkpoint
+from tests.support.models.tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, QWEN3
 
 FULL = LayerMemory(0, "full", num_kv_heads=8, head_dim=128, head_dim_v=128)
 SLIDING = replace(FULL, kind="sliding", window=1024)
@@ -110,8 +110,8 @@ def test_a_latent_is_the_same_on_every_gpu(gpus: int) -> None:
 def test_cloverlm_is_the_reference_figure_per_token() -> None:
     found = layers(CLOVERLM)
     assert found is not None
-    assert sequence_memory(found, 1024).bytes_per_token == 103_936  # formats.md 1.1
-    for ranks in (2, 4):  # 7 heads of its own on each rank
+    assert sequence_memory(found, 1024).bytes_per_token == 103_936
+    for ranks in (2, 4):  # 7 heads on each rank, none shared
         assert sequence_memory(found, 1024, tensor_parallel_size=ranks).bytes_per_token == 103_936
 
 

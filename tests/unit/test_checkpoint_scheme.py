@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import Tensors, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint import Scheme, read_checkpoint
-from nibble.checkpoint.scheme import detect_scheme
+from nibble.checkpoint.detect_scheme import detect_scheme
+from tests.support.models.tiny_checkpoint import Tensors, linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 INPUTS = {
     "num_bits": 4,

@@ -7,28 +7,18 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import GOOD_TOKEN, Hub
-from tiny_checkpoint import tensors, write_checkpoint
-from tiny_model import write_safetensors
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.errors import ExitCode, NibbleError
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        yield server
-
-
-@pytest.fixture
-def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
+from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
+from tests.support.models.tiny_model import write_safetensors
+from tests.support.refusals import refusal_of
+from tests.support.servers.hub import GOOD_TOKEN, Hub
 
 
 @pytest.fixture
@@ -39,11 +29,9 @@ def folder(tmp_path: Path) -> Path:
 def refusal(
     model: str, environ: dict[str, str] | None = None, revision: str | None = None
 ) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        read_checkpoint(model, revision, environ=environ or {})
-    assert caught.value.code is ExitCode.MODEL
-    assert "\n" not in caught.value.line()
-    return caught.value
+    return refusal_of(
+        lambda: read_checkpoint(model, revision, environ=environ or {}), ExitCode.MODEL
+    )
 
 
 def shards(folder: Path) -> Path:

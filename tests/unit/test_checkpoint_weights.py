@@ -7,12 +7,18 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from tiny_checkpoint import LINEAR_PARAMETERS, Tensors, linear, tensors, write_checkpoint
-from tiny_model import DTYPE_BITS, MODELOPT_NVFP4
 
 from nibble.checkpoint import Weights, read_checkpoint
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.weights import expert_counts, kind_of, measure
+from tests.support.models.tiny_checkpoint import (
+    LINEAR_PARAMETERS,
+    Tensors,
+    linear,
+    tensors,
+    write_checkpoint,
+)
+from tests.support.models.tiny_model import DTYPE_BITS, MODELOPT_NVFP4
 
 EMBEDDING = 128 * 64
 NORMS = 2 * 64

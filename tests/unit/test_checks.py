@@ -10,12 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_model import write_model
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine import disk
 from nibble.machine.disk import folder_bytes, gib
-from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.host import bind_problem, cpu_problem, open_files_problem
 from nibble.machine.targets import KnownBad, load_target
 from nibble.serve.preflight.machine import (
@@ -27,32 +25,29 @@ from nibble.serve.preflight.machine import (
     check_port,
     vllm_port_warning,
 )
-
-GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
-H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 << 30, 139 << 30, "GPU-2")
-HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
+from tests.support.hardware import CPU_HOST, GB10, H200
+from tests.support.models.tiny_model import write_model
+from tests.support.refusals import refusal_of
 
 
 def refused(call, *args) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        call(*args)
-    return caught.value
+    return refusal_of(lambda: call(*args))
 
 
 def test_the_gpu_of_the_target_is_accepted() -> None:
-    check_hardware(load_target("gb10"), replace(HOST, gpus=(GB10,)))
-    check_hardware(load_target("hopper"), replace(HOST, gpus=(H200, H200)))
+    check_hardware(load_target("gb10"), replace(CPU_HOST, gpus=(GB10,)))
+    check_hardware(load_target("hopper"), replace(CPU_HOST, gpus=(H200, H200)))
 
 
 def test_a_gpu_of_another_capability_exits_3_naming_both() -> None:
-    error = refused(check_hardware, load_target("gb10"), replace(HOST, gpus=(H200,)))
+    error = refused(check_hardware, load_target("gb10"), replace(CPU_HOST, gpus=(H200,)))
     assert error.code is ExitCode.NO_HARDWARE
     assert "NVIDIA H200 has compute capability 9.0 but the target is gb10" in error.line()
 
 
 def test_hardware_that_was_only_assumed_cannot_serve() -> None:
     error = refused(
-        check_hardware, load_target("hopper"), replace(HOST, gpus=(H200,), assumed=True)
+        check_hardware, load_target("hopper"), replace(CPU_HOST, gpus=(H200,), assumed=True)
     )
     assert error.code is ExitCode.NO_HARDWARE
     assert "but this machine does not have its GPU" in error.line()
@@ -62,7 +57,7 @@ def test_a_driver_that_does_not_answer_is_the_reason_given() -> None:
     error = refused(
         check_hardware,
         load_target("hopper"),
-        replace(HOST, nvml_error="Driver/library version mismatch"),
+        replace(CPU_HOST, nvml_error="Driver/library version mismatch"),
     )
     assert "Driver/library version mismatch" in error.line()
 
@@ -79,7 +74,7 @@ def test_a_driver_that_does_not_answer_is_the_reason_given() -> None:
 def test_cpu_without_avx2_is_no_hardware_for_vllm(arch: str, flags: set[str], is_bad: bool) -> None:
     assert (cpu_problem(arch, frozenset(flags)) is not None) == is_bad
     if is_bad:
-        here = replace(HOST, cpu_arch=arch, cpu_flags=frozenset(flags))
+        here = replace(CPU_HOST, cpu_arch=arch, cpu_flags=frozenset(flags))
         assert refused(check_hardware, load_target("cpu"), here).code is ExitCode.NO_HARDWARE
 
 
@@ -211,7 +206,7 @@ def test_folder_size_counts_linked_blobs_once(tmp_path: Path) -> None:
 
 
 def test_sizes_are_printed_in_the_unit_that_reads_best() -> None:
-    assert (gib(3 << 30), gib(512 << 20), gib(5 << 20)) == ("3.0 GiB", "0.5 GiB", "5.0 MiB")
+    assert (gib(3 << 30), gib(512 << 20), gib(5 << 20)) == ("3.0 GiB", "512.0 MiB", "5.0 MiB")
 
 
 def test_a_certificate_that_vllm_could_not_take_after_the_load_is_refused_before_it(

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import processor_time
 import pytest
 
 from nibble.machine.paths import root
+from tests.support import processor_time
 
 CLEAN = {
     name: value
@@ -142,7 +142,7 @@ def test_a_fault_of_our_own_is_one_line_exit_1_and_a_file_with_the_traceback(
     tmp_path: Path,
 ) -> None:
     program = (
-        "import sys; from nibble.cli import app as cli; sys.exit(cli._guarded(lambda: 1 // 0))"
+        "import sys; from nibble.cli.failures import guarded; sys.exit(guarded(lambda: 1 // 0))"
     )
     environ = {**os.environ, "NIBBLE_CACHE_DIR": str(tmp_path / "cache"), "NIBBLE_DEBUG": ""}
     run = subprocess.run(

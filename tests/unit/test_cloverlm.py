@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloverlm_models import HF_QUANT_CONFIG, CloverShape
-from tiny_model import write_model, write_safetensors
-from tokenmonster_file import write_vocabulary
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.models.cloverlm import check_vocabulary
 from nibble.plan.plan import Plan
+from tests.support.models.cloverlm_models import HF_QUANT_CONFIG, CloverShape
+from tests.support.models.tiny_model import write_model, write_safetensors
+from tests.support.models.tokenmonster_file import write_vocabulary
+from tests.support.refusals import refusal_of
 
 SHAPE = CloverShape(blocks=1)
 NAME = "englishcode-32000-strict-nocapcode-v1-eot=14199.vocab"
@@ -53,10 +54,7 @@ def plan(folder: Path, *words: str, **environ: str) -> Plan:
 
 
 def refused(folder: Path, *words: str, **environ: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(folder, *words, **environ)
-    assert "\n" not in caught.value.line()
-    return caught.value
+    return refusal_of(lambda: plan(folder, *words, **environ))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -68,7 +66,7 @@ def test_both_forms_get_their_quantization_and_tokenizer(packed: bool, tmp_path:
         "--quantization": "quartet2",
         "--tokenizer-mode": "tokenmonster",
     }
-    # Its hf_quant_config.json is no obstacle to the plugin
+    # The plugin serves it with its hf_quant_config.json
     assert "--hf-overrides" not in found.args
     assert all(found.args[name].reason for name in ("--quantization", "--tokenizer-mode"))
 

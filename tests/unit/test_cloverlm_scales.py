@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cloverlm_models import CloverShape, write_packed
 from nibble_kernels.scale_layout import untile
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +19,7 @@ from nibble.checkpoint.verify import check_scales
 from nibble.cli.inspection import Inspection, inspect_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import read_wishes
+from tests.support.models.cloverlm_models import CloverShape, write_packed
 
 L2 = "transformer.blocks.1.mlp.l2.weight"
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import free_port
 
-from nibble.cli import cluster as commands
+from nibble.cli import cluster_head as commands
 from nibble.cluster import agent as agent_module
 from nibble.cluster import coordinator
 from nibble.cluster import lock as lock_module
@@ -23,11 +22,12 @@ from nibble.cluster.coordinator import Cluster
 from nibble.cluster.file_server import Offers
 from nibble.cluster.head import head_handlers
 from nibble.cluster.lock import Claim
-from nibble.cluster.node import OneAtATime, Place
+from nibble.cluster.node import LatestProcess, Place
 from nibble.cluster.preflight import Caller, Report
 from nibble.cluster.roster import LOST_S, Refused, Roster
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.servers.serving import free_port
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 HEAD = {"HEAD_IP": HERE, "NIBBLE_CLUSTER_TOKEN": TOKEN}
@@ -79,7 +79,7 @@ def test_a_start_waits_for_a_check_and_has_the_nodes_until_it_is_ready(
     plan = plan_for(read_wishes(["nibble-demo", "--control-port", "18463"], RANK_0))
     place, stop = Place(HERE, "lo", {}, tmp_path), threading.Event()
     server = Cluster(plan, place, TOKEN, roster, tmp_path, said.append, stop, Offers())
-    monkeypatch.setattr(server, "missing", lambda: None)
+    monkeypatch.setattr(server.membership, "missing", lambda: None)
     monkeypatch.setattr(server, "_check", lambda lost, deadline: said.append("preflight") or True)
     roster.claim("check", "`nibble cluster check` runs on b")
     threading.Timer(0.3, lambda: roster.release("check")).start()
@@ -131,7 +131,7 @@ def test_a_check_has_the_nodes_while_it_runs_and_no_longer(
             {},
             "the node at 127.0.0.1 is not a head; .* correct HEAD_IP",
         ),
-        ("<html>", {}, "what answers there is none of nibble's nodes"),
+        ("<html>", {}, "the server there is not a nibble node"),
         (None, {"NIBBLE_CLUSTER_TOKEN": "wrong"}, "the head at 127.0.0.1 refused this token"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_claim_is_kept_by_asking_again_and_nobody_keeps_it_who_is_gone(
 
 def test_a_second_all_reduce_ends_the_first_which_has_the_same_port() -> None:
     """Of a check that was interrupted, for example: its ranks wait for a minute."""
-    rank = OneAtATime()
+    rank = LatestProcess()
     first = rank.start(["sleep", "60"], os.environ)
     second = rank.start(["sleep", "0.2"], os.environ)
     assert first.wait(5) == -9

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import free_port
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call
 from nibble.cluster.model_copies import Copies, distribute
 from nibble.cluster.preflight import Caller
+from tests.support.servers.serving import free_port
 
 TOKEN = "0123456789abcdef"
 SOURCE, TAKER = "127.0.0.1", "127.0.0.2"
@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two nodes with cache folders of their own."""
+    """Two nodes with separate cache folders."""
     monkeypatch.setattr(agent_module, "AGENT_PORT", free_port(SOURCE))
     agents: list[Agent] = []
     for address, name in ((SOURCE, "source"), (TAKER, "taker")):

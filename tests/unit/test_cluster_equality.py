@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT
 
 from nibble.cluster.agent import AgentError
 from nibble.cluster.caller import Caller
@@ -30,6 +29,7 @@ from nibble.engine.schema import load_schema
 from nibble.plan.choice import Choice
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.paths import ROOT
 
 NVFP4, DEMO = (ROOT / "models" / name for name in ("nibble-demo-nvfp4", "nibble-demo"))
 

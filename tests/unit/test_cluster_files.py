@@ -1,6 +1,4 @@
-"""A node gives a model's files to another: ranges, sha256, resuming, and nobody without the
-token.
-"""
+"""A node gives a model's files to another: ranges, sha256, resuming, and the token."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import free_port
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster import file_server
@@ -20,6 +17,7 @@ from nibble.cluster.facts import model_state
 from nibble.cluster.file_server import PARTIAL, Offers, fetch_from_head, fetch_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings.sources import load_settings
+from tests.support.servers.serving import free_port
 
 TOKEN = "0123456789abcdef"
 WEIGHTS = bytes(range(256)) * 100_000  # more than the buffers of a connection hold
@@ -300,6 +298,6 @@ def test_with_tls_only_a_certificate_of_the_clusters_authority_gets_an_answer(
             with pytest.raises(AgentError) as caught:
                 call("127.0.0.1", "/model", TOKEN, {}, environ=stranger)
             assert caught.value.status == 0
-            assert "none of nibble's nodes" not in str(caught.value)
+            assert "not a nibble node" not in str(caught.value)
     finally:
         agent.close()

@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import free_port
-from test_memory import machine
 
-from nibble.cli.show import _watchdog
+from nibble.cli.show_plan import _watchdog
 from nibble.cluster import agent as agent_module
 from nibble.cluster import headless as headless_module
 from nibble.cluster import member as member_module
@@ -35,6 +33,8 @@ from nibble.engine.process import Ended, Event, Stop
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.memory import MemorySource
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.memory_files import machine
+from tests.support.servers.serving import free_port
 
 HERE, TOKEN = "127.0.0.1", "0123456789abcdef"
 RANK_1 = {

@@ -13,13 +13,22 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from crd_schemas import CRDS, KEPT, PLACES, WORDS, made, part, published, strict
 
 from nibble.cli.manifests import manifest, merged, read_kind
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.cluster.crd_schemas import (
+    CRDS,
+    KEPT,
+    PLACES,
+    WORDS,
+    made,
+    part,
+    published,
+    strict,
+)
 
 
 def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -214,8 +223,8 @@ def test_rays_nodes_get_what_the_network_and_their_watchdog_need(way: str) -> No
 
 
 def test_with_ray_the_pods_get_the_model_from_the_servers_unless_they_were_told_otherwise() -> None:
-    """Each pod has an empty cache of its own, and without this the preflight would demand the
-    model in all of them.
+    """Each pod has an empty cache, and without this the preflight would demand the model in all of
+    them.
     """
 
     def where(*words: str, **environ: str) -> tuple[str, bool]:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import Hub
 
-from nibble.cli import cluster as commands
+from nibble.cli import cluster_head as commands
 from nibble.cli import serve as serve_module
 from nibble.cluster import facts, network
 from nibble.cluster import node as node_module
@@ -27,6 +26,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.hub.pull import pull
 from nibble.plan.cluster_ports import AGENT_PORT, GCS_PORT, MASTER_PORT, rank_0_ports
 from nibble.plan.gather import Asked, read_wishes
+from tests.support.servers.hub import Hub
 
 FACTS = {
     **dict.fromkeys(SAME, "same"),

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from serving import free_port
 
 from nibble.cluster import agent as agent_module
 from nibble.cluster.agent import Agent, AgentError, call, connect
@@ -25,6 +24,7 @@ from nibble.cluster.roster import (
     lost_node,
 )
 from nibble.errors import ExitCode, NibbleError
+from tests.support.servers.serving import free_port
 
 TOKEN = "0123456789abcdef"
 

@@ -21,6 +21,7 @@ from nibble.cluster.agent import AgentError
 from nibble.cluster.coordinator import Cluster
 from nibble.cluster.facts import Problem
 from nibble.cluster.file_server import Offers
+from nibble.cluster.membership import Membership
 from nibble.cluster.needs import least_memory_bytes
 from nibble.cluster.network import node_address
 from nibble.cluster.node import Place
@@ -86,7 +87,7 @@ def roster_of(cluster: Cluster) -> Roster:
 
 
 def missing(cluster: Cluster) -> str | None:
-    found = cluster.missing()
+    found = cluster.membership.missing()
     return found.what if found else None
 
 
@@ -97,7 +98,7 @@ def test_missing_ranks_are_named(cluster: Cluster) -> None:
     roster_of(cluster).beat(message(1, busy=1))
     assert missing(cluster) == "node 10.0.0.2 (rank 1) still ends its ranks of the last run"
     roster_of(cluster).beat(message(1))
-    assert cluster.missing() is None
+    assert cluster.membership.missing() is None
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_with_ray_gpus_are_counted(
     listed = [
         {"address": address, "gpus": gpus, "age_s": 0.0, "rank": None} for address, gpus in nodes
     ]
-    monkeypatch.setattr(found, "nodes", lambda: listed)
+    monkeypatch.setattr(found.membership, "nodes", lambda: listed)
     what = missing(found)
     assert (what is None) if words is None else words in str(what)
 
@@ -128,7 +129,7 @@ def test_a_server_without_a_ray_node_beside_it_is_sent_into_the_heads_container(
     found = opened(RAY | {"NIBBLE_CLUSTER_WAIT_SECONDS": "0"}, tmp_path)
     there = {"address": "10.0.0.2", "gpus": 4, "age_s": 0.0, "rank": None}
     said: list[str] = []
-    monkeypatch.setattr(found, "nodes", lambda: [there])
+    monkeypatch.setattr(found.membership, "nodes", lambda: [there])
     monkeypatch.setattr(found, "say", said.append)
     with pytest.raises(
         NibbleError, match=r"docker exec HEAD /opt/nibble/entrypoint\.sh serve"
@@ -146,10 +147,10 @@ def test_with_ray_a_node_that_was_lost_before_is_not_lost_again(
     found = opened(RAY, tmp_path)
     gone = {"address": "10.0.0.2", "name": "10.0.0.2", "session": "a", "busy": 1, "age_s": 15.0}
     there = gone | {"address": "10.0.0.3", "name": "10.0.0.3", "age_s": 1.0}
-    monkeypatch.setattr(found, "nodes", lambda: [gone, there])
-    assert found.lost() is None
-    monkeypatch.setattr(found, "nodes", lambda: [gone, there | {"age_s": 15.0}])
-    assert found.lost() == "node 10.0.0.3 has not answered for 15 s"
+    monkeypatch.setattr(found.membership, "nodes", lambda: [gone, there])
+    assert found.current_run.lost() is None
+    monkeypatch.setattr(found.membership, "nodes", lambda: [gone, there | {"age_s": 15.0}])
+    assert found.current_run.lost() == "node 10.0.0.3 has not answered for 15 s"
 
 
 def test_nodes_that_stay_away_are_exit_9_and_after_a_loss_exit_10(cluster: Cluster) -> None:
@@ -218,7 +219,7 @@ def test_with_ray_a_start_waits_until_rays_head_reaches_every_node(
     said: list[str] = []
     monkeypatch.setattr(coordinator, "preflight", lambda *a, **b: Report(nodes, [], None))
     monkeypatch.setattr(coordinator, "unreached", unreached)
-    monkeypatch.setattr(found, "nodes", lambda: nodes)
+    monkeypatch.setattr(found.membership, "nodes", lambda: nodes)
     monkeypatch.setattr(found, "say", said.append)
     assert not found._check(NodeLost("node x is gone"), time.monotonic() + 9)
     assert "not yet" in said[0] and "Ray's head does not reach all" in said[0]
@@ -243,7 +244,7 @@ def test_the_other_ranks_are_asked_what_their_workers_proved(
     answers(monkeypatch, cluster)
     for rank, address in enumerate((HERE, "10.0.0.2", "10.0.0.9")):
         roster_of(cluster).beat(message(rank, address))
-    cluster._members = {node["address"]: node for node in cluster.nodes()}
+    cluster.current_run.set_members(cluster.membership.nodes())
     assert Watch(cluster).reports() == {
         "10.0.0.2 (rank 1)": [{"at": "10.0.0.2"}],
         "10.0.0.9 (rank 2)": [],
@@ -264,8 +265,8 @@ def test_with_ray_the_nodes_that_hold_parts_are_asked_this_machines_too(
             ("10.0.0.4", 1, 60.0),
         )
     ]
-    monkeypatch.setattr(found, "nodes", lambda: nodes)
-    assert found.reports() == {HERE: [{"at": HERE}], "10.0.0.2": [{"at": "10.0.0.2"}]}
+    monkeypatch.setattr(found.membership, "nodes", lambda: nodes)
+    assert found.current_run.reports() == {HERE: [{"at": HERE}], "10.0.0.2": [{"at": "10.0.0.2"}]}
 
 
 # vllm 0.32 v1/executor/ray_executor_v2.py:522
@@ -301,7 +302,7 @@ def test_a_lost_node_is_told_at_once_and_a_dead_worker_when_no_node_is_lost(
     died = watched(cluster, DEAD_WORKER, 5)
     assert died is not None and died.code == ExitCode.ENGINE_DIED
     assert "all nodes still answer" in died.line()
-    monkeypatch.setattr(cluster, "lost", lambda: "node 10.0.0.2 has left")
+    monkeypatch.setattr(cluster.current_run, "lost", lambda: "node 10.0.0.2 has left")
     lost = watched(cluster, None, 5)
     assert lost is not None and lost.what == "node 10.0.0.2 has left"
 
@@ -348,8 +349,8 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
 ) -> None:
     monkeypatch.setattr(coordinator, "BEAT_S", 0.01)
     monkeypatch.setattr("nibble.cluster.agent.AGENT_PORT", 0)
-    monkeypatch.setattr(Cluster, "missing", lambda self: None)
-    monkeypatch.setattr(Cluster, "_taken", lambda self: None)
+    monkeypatch.setattr(Membership, "missing", lambda self: None)
+    monkeypatch.setattr(Cluster, "_claim_nodes", lambda self: None)
     monkeypatch.setattr(Cluster, "_check", lambda self, lost, deadline: True)
 
     def run(start: int) -> int:
@@ -362,7 +363,7 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
 
     environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
     starts = iter(range(100))
-    before = signal.signal(signal.SIGTERM, lambda *given: pytest.fail("nobody handles the signal"))
+    before = signal.signal(signal.SIGTERM, lambda *given: pytest.fail("the signal is not handled"))
     try:
         assert (
             serve_across(plan(environ), environ, say, lambda own, watch, ready: run(next(starts)))
@@ -373,7 +374,7 @@ def test_a_stop_signal_between_two_runs_ends_the_service(
 
 
 def loss_of(cluster: Cluster) -> str | None:
-    found = cluster.loss()
+    found = cluster.current_run.loss()
     return None if found is None else f"{type(found).__name__} {found.what}"
 
 
@@ -382,23 +383,23 @@ def test_a_process_that_ended_on_another_node_is_the_loss_unless_one_ended_here_
 ) -> None:
     roster = roster_of(cluster)
     roster.beat(message(1))
-    cluster._members = {node["address"]: node for node in cluster.nodes()}
+    cluster.current_run.set_members(cluster.membership.nodes())
     cluster.begin()
     cluster.ready()
     end = {"run": roster.run, "pid": 0, "why": "VLLM::Worker (pid 7) ended by itself", "ago_s": 1.0}
-    cluster._began_at -= 100
+    cluster.current_run._began_at -= 100
     roster.beat(message(1, ended=[end | {"run": roster.run - 1}]))
-    assert cluster.loss() is None  # of an earlier run
+    assert cluster.current_run.loss() is None  # of an earlier run
     roster.beat(message(1, ended=[end]))
     assert (
         loss_of(cluster) == "NodeLost node 10.0.0.2 (rank 1): VLLM::Worker (pid 7) ended by itself"
     )
-    cluster.died_here()
-    assert cluster.loss() is not None  # it ended before
-    cluster._died_here_at -= 5
-    assert cluster.loss() is None
-    cluster._died_here_at -= 60  # vLLM went on without that one
-    assert cluster.loss() is not None
+    cluster.current_run.died_here()
+    assert cluster.current_run.loss() is not None  # it ended before
+    cluster.current_run._died_here_at -= 5
+    assert cluster.current_run.loss() is None
+    cluster.current_run._died_here_at -= 60  # vLLM went on without that one
+    assert cluster.current_run.loss() is not None
 
 
 def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_for_the_crash_loop(
@@ -408,7 +409,7 @@ def test_a_process_that_ended_before_the_server_was_ready_is_exit_10_and_counts_
 
     def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
         roster = roster_of(watch._cluster)
-        watch._cluster._began_at -= 5
+        watch._cluster.current_run._began_at -= 5
         end = {
             "run": roster.run,
             "pid": 0,
@@ -443,15 +444,17 @@ def test_with_ray_a_process_matters_where_its_worker_told_what_it_runs(
         "age_s": 0.0,
         "ended": [end],
     }
-    monkeypatch.setattr(found, "nodes", lambda: [there])
+    monkeypatch.setattr(found.membership, "nodes", lambda: [there])
     told = {"reports": [{"rank": 1}], "ranks": {"7": 1}}
     monkeypatch.setattr(Caller, "ask", lambda self, address, path, body, timeout_s=0: told)
     watch = found.begin()
-    assert found.loss() is None  # of another server on the same nodes, for all that is known
+    assert (
+        found.current_run.loss() is None
+    )  # of another server on the same nodes, for all that is known
     watch.reports()
     found.ready()
-    assert found.loss() is None  # before this run began: of the server before
-    found._began_at -= 5
+    assert found.current_run.loss() is None  # before this run began: of the server before
+    found.current_run._began_at -= 5
     assert loss_of(found) == "NodeLost node 10.0.0.3: rank 1 of the model (pid 7) ended by itself"
     watch.feed(DEAD_WORKER)
     assert "rank 1 on 10.0.0.3" in str(watch.dead_worker())
@@ -461,8 +464,8 @@ def test_when_rays_head_stops_the_server_drains_and_a_loss_means_nothing_any_mor
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_module, "BEAT_S", 0.02)
-    monkeypatch.setattr(cluster, "lost", lambda: "node 10.0.0.2 has left")
-    cluster.head_stops = True
+    monkeypatch.setattr(cluster.current_run, "lost", lambda: "node 10.0.0.2 has left")
+    cluster.membership.head_stops = True
     drained: list[str] = []
     failed: list[NibbleError] = []
     over = threading.Event()
@@ -483,7 +486,7 @@ def test_a_server_that_drained_with_rays_head_waits_for_the_head(
 
     def run(own: Mapping[str, str], watch: Watch, ready: Callable[[], None]) -> int:
         clusters.append(watch._cluster)
-        watch._cluster.head_stops = len(clusters) == 1
+        watch._cluster.membership.head_stops = len(clusters) == 1
         return 0
 
     environ = {**MP, "NIBBLE_CLUSTER_TOKEN": "token", "NIBBLE_CACHE_DIR": str(tmp_path)}
@@ -507,9 +510,9 @@ def test_only_a_server_that_runs_holds_up_the_heads_stop(
 
     monkeypatch.setattr(Caller, "ask", ask)
     found = opened(RAY, tmp_path)
-    found.nodes()
+    found.membership.nodes()
     found.begin()
-    found.nodes()
+    found.membership.nodes()
     found.end(stopped=False)
     assert missing(found) == "the Ray head at 127.0.0.1 is stopping"
     assert [(one["path"], "server" in one) for one in bodies] == [
@@ -528,8 +531,8 @@ def test_a_head_that_was_not_asked_for_a_while_is_asked_before_it_counts_as_sile
     there = [{"address": HERE, "gpus": 2, "age_s": 0.0, "rank": None}]
     found = opened(RAY, tmp_path)
     monkeypatch.setattr(Caller, "ask", lambda self, *given: {"nodes": there})
-    found._answered -= 100
-    assert found.missing() is None
+    found.membership._answered_at -= 100
+    assert found.membership.missing() is None
 
 
 def test_what_is_not_yet_right_is_said_once(

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from serving import clean_environ, free_port
+
+from tests.support.servers.serving import clean_environ, free_port
 
 HEARD_S = 5.0
 DRAIN_S = 10

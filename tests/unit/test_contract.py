@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from serving import ROOT
 
 from nibble.canary import agreement, kernels
 from nibble.engine import contract
 from nibble.engine.contract import InsidePoint, KernelsUsed, Options, PulseRecord
 from nibble.settings.options import Settings
+from tests.support.paths import ROOT
 
 CONTRACT = ROOT / "nibble/engine/contract.py"
 

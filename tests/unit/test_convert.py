@@ -15,14 +15,17 @@ from nibble_kernels.scale_layout import untile
 from nibble_kernels.weight_quant import Nvfp4Weight, dequantize, quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import OTHER_FAMILY
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.convert import Wishes, convert
 from nibble.checkpoint.convert.config import ignore_list
 from nibble.checkpoint.convert.layouts import reciprocal
-from nibble.cli.app import _guarded, app
+from nibble.cli.app import app
+from nibble.cli.failures import guarded
 from nibble.errors import ExitCode, NibbleError
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY
+from tests.support.paths import ROOT
+from tests.support.refusals import refusal_of
 
 H, EXPERTS = 128, 4
 LAYER = "model.layers.0"
@@ -47,7 +50,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 128,
     "dtype": "bfloat16",
 }
-DEMO = Path(__file__).resolve().parents[2] / "models"
+DEMO = ROOT / "models"
 
 
 def bf16_tensors(shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
@@ -400,11 +403,7 @@ def test_activation_scales_come_from_the_inputs_that_texts_give(tmp_path: Path) 
 
 
 def refused(code: ExitCode, *words: Any) -> str:
-    with pytest.raises(NibbleError) as caught:
-        convert(*words)
-    assert caught.value.code is code
-    assert "\n" not in caught.value.line()
-    return caught.value.line()
+    return refusal_of(lambda: convert(*words), code).line()
 
 
 def test_a_source_that_is_not_there_is_exit_4(tmp_path: Path) -> None:
@@ -552,7 +551,7 @@ def test_a_weight_that_is_not_finite_is_exit_4_with_the_tensors_name(
 def test_words_that_do_not_fit_are_one_line(
     words: list[str], code: int, bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _guarded(
+    found = guarded(
         lambda: app(["convert", str(bf16), str(tmp_path / "x"), *words], standalone_mode=False)
     )
     assert found == code
@@ -580,3 +579,31 @@ def test_a_full_disk_leaves_nothing_and_is_one_line(bf16: Path, tmp_path: Path) 
     assert done.returncode == ExitCode.NO_FIT, done.stderr
     assert "writing" in done.stderr and "Traceback" not in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_weights_in_other_formats_are_not_copied(bf16: Path, tmp_path: Path) -> None:
+    """A repository often has its weights twice; the copy would be larger than the new model."""
+    (bf16 / "original").mkdir()
+    for name in ("original/consolidated.00.pth", "pytorch_model.bin", "model.gguf"):
+        (bf16 / name).write_bytes(b"weights")
+    (bf16 / "original/params.json").write_text("{}")
+    done = convert(str(bf16), tmp_path / "out", "nvfp4").dest
+    assert (done / "original/params.json").is_file() and (done / "custom/notes.txt").is_file()
+    assert not list(done.rglob("*.pth")) + list(done.glob("*.bin")) + list(done.glob("*.gguf"))
+
+
+def test_a_folder_without_safetensors(bf16: Path, tmp_path: Path) -> None:
+    (bf16 / "model.safetensors").rename(bf16 / "pytorch_model.bin")
+    with pytest.raises(NibbleError) as caught:
+        convert(str(bf16), tmp_path / "out", "nvfp4")
+    assert caught.value.code == ExitCode.MODEL
+    assert "has no safetensors files, only pytorch_model.bin" in caught.value.line()
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/adapter_config.json").write_text("{}")
+    with pytest.raises(NibbleError) as caught:
+        convert(str(tmp_path / "lora"), tmp_path / "out", "nvfp4")
+    assert caught.value.code == ExitCode.CONFIG
+    assert "is an adapter (LoRA), not a model" in caught.value.line()

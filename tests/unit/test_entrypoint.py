@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from nibble.cli.app import verbs
+from tests.support.paths import ROOT
 
 UNBLOCKS = (
     "import os, signal, time; print(os.getpid(), flush=True); time.sleep(0.5);"
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]); time.sleep(60)"
 )
-SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint.sh"
+SCRIPT = ROOT / "entrypoint.sh"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkout of its own, so that no .venv of this one is found, with a `nibble` on PATH that
-    tells its words.
+    """A separate checkout, so that no .venv of this one is found, with a `nibble` on PATH that
+    prints its words.
     """
     shutil.copy(SCRIPT, tmp_path / "entrypoint.sh")
     (tmp_path / "bin").mkdir()

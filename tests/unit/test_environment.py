@@ -12,14 +12,13 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.settings.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
 from nibble.settings.options import options
+from tests.support.refusals import refusal_of
 
 KNOWN = load_schema().envs
 
 
 def failure(environ: dict[str, str]) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        accept(environ, KNOWN, in_image=False)
-    return caught.value
+    return refusal_of(lambda: accept(environ, KNOWN, in_image=False))
 
 
 def test_a_misspelled_name_is_an_error_with_the_nearest_spelling() -> None:

@@ -9,35 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import QWEN3, write_model
 
-from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.hardware import Gpu
 from nibble.machine.paths import root
 from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.hardware import GIB, H200, HOPPER, SPARK
+from tests.support.models.tiny_model import QWEN3, write_model
 
-GIB = 1 << 30
 DEMO = "nibble-demo-nvfp4"
-H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-0")
-HOPPER = Hardware(
-    (H200,), "580.105.08", "13.0", "x86_64", 16, frozenset({"avx512f"}), 128 * GIB, 120 * GIB
-)
 SM120 = replace(
     HOPPER, gpus=(Gpu(0, "RTX PRO 6000 Blackwell", (12, 0), 95 * GIB, 94 * GIB, "GPU-0"),)
 )
-GB10 = replace(
-    HOPPER, gpus=(Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),), cpu_arch="aarch64"
-)
 FLAG = "--cudagraph-capture-sizes"
-
-
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(hardware: Hardware) -> None:
-        monkeypatch.setattr(prepare, "detect", lambda environ: hardware)
-
-    return use
 
 
 def plan(*words: str, **environ: str) -> Plan:
@@ -145,7 +130,7 @@ def test_the_startup_plan_is_for_discrete_gpus_whose_kv_cache_vllm_measures(on) 
     assert plan(DEMO).env["VLLM_ENABLE_STARTUP_PLAN"].value == "1"
     assert "VLLM_ENABLE_STARTUP_PLAN" not in plan(DEMO, NIBBLE_KV_CACHE_BYTES="1073741824").env
     assert plan(DEMO, VLLM_ENABLE_STARTUP_PLAN="0").env["VLLM_ENABLE_STARTUP_PLAN"].value == "0"
-    on(GB10)
+    on(SPARK)
     assert "VLLM_ENABLE_STARTUP_PLAN" not in plan(DEMO).env
 
 
@@ -157,10 +142,10 @@ def test_one_engine_on_one_gpu_is_forked_so_that_nothing_is_imported_twice(on) -
         plan(DEMO, VLLM_WORKER_MULTIPROC_METHOD="spawn").env["VLLM_WORKER_MULTIPROC_METHOD"].value
         == "spawn"
     )
-    on(GB10)
+    on(SPARK)
     assert plan(DEMO).env["VLLM_WORKER_MULTIPROC_METHOD"].value == "fork"
     on(replace(HOPPER, gpus=()))
-    assert "VLLM_WORKER_MULTIPROC_METHOD" not in plan(DEMO).env
+    assert plan(DEMO).env["VLLM_WORKER_MULTIPROC_METHOD"].value == "fork"
 
 
 @pytest.mark.parametrize(

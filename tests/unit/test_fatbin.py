@@ -8,13 +8,13 @@ import random
 from pathlib import Path
 
 import pytest
-from gpu_modules import module, write_tree
 
 from nibble.engine.fatbin import Code, gpu_objects, needed_libraries
 from nibble.engine.gpu_code import CORE, FAMILY_CODE, MOE, check_binaries, summary
 from nibble.engine.patching.tree import open_tree
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import load_target
+from tests.support.releases.gpu_modules import module, write_tree
 
 MARLIN = {"sm80_kernel_bfloat16_fe2m1f_bfloat16": ["PTX 80", "80"]}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import QWEN3, write_model
 
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
@@ -17,6 +16,8 @@ from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_model import QWEN3, write_model
+from tests.support.refusals import refusal_of
 
 TEXT: dict[str, Any] = QWEN3 | {
     "architectures": ["Gemma4ForCausalLM"],
@@ -40,10 +41,9 @@ def plan(folder: Path | str, *words: str, target: str = "gb10", **environ: str) 
 
 
 def refusal(folder: Path | str, *words: str, target: str = "gb10", **environ: str) -> str:
-    with pytest.raises(NibbleError) as caught:
-        plan(folder, *words, target=target, **environ)
-    assert caught.value.code == ExitCode.CONFIG
-    return caught.value.line()
+    return refusal_of(
+        lambda: plan(folder, *words, target=target, **environ), ExitCode.CONFIG
+    ).line()
 
 
 @pytest.fixture

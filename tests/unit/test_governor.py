@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_memory import machine
 
 from nibble.machine.memory import Memory, MemorySource
 from nibble.plan.memory import UNWATCHED, limits
 from nibble.serve import watchdog as governor
 from nibble.serve.watchdog import Governor, decide
+from tests.support.memory_files import machine
 
 GIB = 1 << 30
 SPARK = limits(8 * GIB)  # pause below 4, stop below 2, resume from 6

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import pytest
 
 from nibble.engine.guard import grammar_worker, grammars
-from nibble.engine.guard.grammar_compile import NeedsBackend, Refusal, TooSlow
 from nibble.engine.guard.grammar_fields import (
     BATCH,
     CHAT,
@@ -29,64 +26,8 @@ from nibble.engine.guard.grammar_fields import (
 )
 from nibble.engine.guard.grammar_worker import Limits
 from nibble.engine.guard.grammars import Grammars, Problem
-
-ROOT = Path(__file__).resolve().parents[2]
-LIMITS = Limits(0.5, 128)
-
-
-class Config:
-    """As much of vLLM's configuration as the worker itself reads."""
-
-    class structured_outputs_config:
-        backend = "auto"
-
-
-class Misbehaving:
-    """Stands in for Compiler: `regex` names what to do."""
-
-    vllm_config = Config
-    first: str | None = None
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self.built: set[str] = set()
-
-    def build(self, name: str) -> None:
-        self.built.add(name)
-
-    def warm(self) -> None:
-        self.built.add("tokenizer")
-
-    def check(self, path: str, fields: dict[str, Any]) -> tuple[str | None, float]:
-        if "response_format" in fields:
-            return None, 0.0  # the worker's own first look
-        act = fields["structured_outputs"]["regex"]
-        with self.log.open("a") as log:
-            log.write(act + "\n")
-        actions: dict[str, Callable[[], Any]] = {
-            "spin": lambda: deque(iter(int, 1), maxlen=0),  # forever, in no memory
-            "eat": lambda: [bytearray(16 << 20) for _ in range(1 << 20)],
-            "crash in C": lambda: ctypes.memset(ctypes.CDLL(None).malloc(1), 0, 1 << 40),
-            "abort": os.abort,
-            "refuse": self._refuse,
-            "needs": self._needs,
-            "read slowly": self._read_slowly,
-            "warm?": lambda: None if "tokenizer" in self.built else self._refuse(),
-            "slow": lambda: time.sleep(0.2),
-            "stopped": lambda: time.sleep(1),
-        }
-        actions.get(act, lambda: None)()
-        return self.first, 0.05 if act == "long to read" else 0.0
-
-    def _refuse(self) -> None:
-        raise Refusal("It allows no token at all.")
-
-    def _read_slowly(self) -> None:
-        raise TooSlow("It takes 0.11 s to read; expected at most 0.1 s.")
-
-    def _needs(self) -> None:
-        if "guidance" not in self.built:
-            raise NeedsBackend("guidance")
+from tests.support.paths import ROOT
+from tests.support.servers.misbehaving import LIMITS, Misbehaving, regex
 
 
 @pytest.fixture
@@ -121,10 +62,6 @@ def run(work: Callable[[Grammars], Awaitable[Any]], limits: Limits = LIMITS) -> 
             found._stop()
 
     return asyncio.run(main())
-
-
-def regex(text: str) -> dict[str, Any]:
-    return {"model": "m", "messages": [], "structured_outputs": {"regex": text}}
 
 
 def problem_of(text: str, limits: Limits = LIMITS) -> Problem | None:
@@ -265,7 +202,7 @@ def test_too_many_different_grammars_at_a_time_are_refused_with_503(
 def test_a_compile_that_has_no_turn_in_time_is_refused_with_503(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(grammars, "PATIENCE_SECONDS", 0.8)
 
     async def work(found: Grammars) -> list[Problem | None]:
         await found.problem(CHAT, regex("a"), None)
@@ -273,10 +210,11 @@ def test_a_compile_that_has_no_turn_in_time_is_refused_with_503(
             asyncio.ensure_future(found.problem(CHAT, {**regex("spin"), "ignore_eos": n}, None))
             for n in range(8)
         ]
-        await asyncio.sleep(0.05)
+        while "spin" not in log.read_text():
+            await asyncio.sleep(0.01)
         return [await found.problem(CHAT, regex("late"), None), *await asyncio.gather(*spinning)]
 
-    late, *_ = run(work)
+    late, *_ = run(work, Limits(2, 128))
     assert late is not None
     assert late.status == 503
     assert "late" not in log.read_text()
@@ -338,26 +276,28 @@ def test_descriptors_that_libuv_closes_in_a_fork_are_not_the_workers(tmp_path: P
     program = """
 import asyncio, sys, uvloop
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import test_grammars as tests
+from nibble.engine.guard import grammar_worker
+from nibble.engine.guard.grammar_fields import CHAT
+from nibble.engine.guard.grammars import Grammars
+from tests.support.servers.misbehaving import LIMITS, Misbehaving, regex
 
 class Made:
     @staticmethod
     def of_app(app):
-        return tests.Misbehaving(Path(sys.argv[2]))
+        return Misbehaving(Path(sys.argv[1]))
 
-tests.grammar_worker.Compiler = Made
+grammar_worker.Compiler = Made
 
 async def main():
-    found = tests.Grammars(tests.LIMITS)
+    found = Grammars(LIMITS)
     try:
-        print(await found.problem(tests.CHAT, tests.regex("a"), None))
+        print(await found.problem(CHAT, regex("a"), None))
     finally:
         found._stop()
 
 uvloop.run(main())
 """
-    words = [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path / "asked")]
+    words = [sys.executable, "-c", program, str(tmp_path / "asked")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert done.stdout == "None\n", done.stderr
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from guarded_server import KEY, GuardedServer, guarded_server, post, read_all
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_websocket
 
 from nibble.engine.guard import protocol
 from nibble.plan.guard_limits import MEDIA_BODY_BYTES
+from tests.support.servers.guarded_server import KEY, GuardedServer, guarded_server, post, read_all
 
 LIMITS = {
     "NIBBLE_HEAD_SECONDS": "1",

@@ -79,8 +79,8 @@ def test_the_probe_is_kept_out_of_the_access_log_and_nothing_else_is() -> None:
             "uvicorn.access", logging.INFO, "", 1, '%s - "%s %s HTTP/%s" %d', args, None
         )
 
-    assert not plugin._is_not_ours(line(HEALTH))
-    assert plugin._is_not_ours(line("/health")) and plugin._is_not_ours(line("/v1/models"))
+    assert not plugin._is_users(line(HEALTH))
+    assert plugin._is_users(line("/health")) and plugin._is_users(line("/v1/models"))
 
 
 def test_the_stacks_of_a_process_with_the_plugin(

@@ -1,4 +1,4 @@
-"""One server on a port, ends that nobody asked nicely for, and text that reaches a terminal."""
+"""One server on a port, processes that are killed, and text that reaches a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from serving import free_port
 
 from nibble.cli.status import status_lines
 from nibble.engine import guardian
@@ -29,9 +28,8 @@ from nibble.serve.crash_loop import Breaker
 from nibble.serve.port_lock import hold_port, overlap
 from nibble.serve.sd_notify import Heartbeat, Notifier
 from nibble.serve.unread import Queue, Unread, parse, send_queues
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.support.paths import ROOT
+from tests.support.servers.serving import free_port
 
 # --- one server on a port ---
 

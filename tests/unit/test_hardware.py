@@ -67,7 +67,7 @@ def test_clocks_are_looked_at_on_the_chosen_gpus_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(nibble.cli.doctor.checks, "gpu_states", states)
     # seconds
-    monkeypatch.setattr(nibble.cli.doctor.checks, "_installed_patches", lambda: (None, ()))
+    monkeypatch.setattr(nibble.cli.doctor.checks, "installed_patches", lambda: (None, ()))
     diagnose({"CUDA_VISIBLE_DEVICES": "3,1", "HF_HUB_OFFLINE": "1"})
     assert asked == [3, 1]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -20,6 +19,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+
+from tests.support.servers.hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
 
 @pytest.fixture

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloverlm_models import CloverShape, write_packed
-from hub import Hub
 from test_nvfp4_validation import COMPRESSED, gaussian_scales, tiled, two_weights
-from tiny_checkpoint import LINEAR_SHAPES, OTHER_FAMILY, Tensors, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 from typer.testing import CliRunner
 
 from nibble.checkpoint import read_source
@@ -24,6 +20,17 @@ from nibble.checkpoint.source import open_source
 from nibble.cli.app import app
 from nibble.cli.inspection import Inspection, inspect, inspect_model
 from nibble.plan.gather import read_wishes
+from tests.support.models.cloverlm_models import CloverShape, write_packed
+from tests.support.models.tiny_checkpoint import (
+    LINEAR_SHAPES,
+    OTHER_FAMILY,
+    Tensors,
+    linear,
+    tensors,
+    write_checkpoint,
+)
+from tests.support.models.tiny_model import MODELOPT_NVFP4
+from tests.support.servers.hub import Hub
 
 LAYER = "model.layers.0."
 Q, K, V = (f"{LAYER}self_attn.{name}_proj" for name in "qkv")

@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import free_port
 
 from nibble.engine import process as engine
 from nibble.engine.gate.admission import Admission
@@ -33,6 +32,7 @@ from nibble.plan.memory import UNWATCHED, Limits, Step, limits
 from nibble.serve import supervisor as launch
 from nibble.serve import watchdog as governor
 from nibble.serve.api_key import KeyDecision
+from tests.support.servers.serving import free_port
 
 NO_KEY = KeyDecision(None, "loopback", None, "loopback")
 
@@ -279,7 +279,7 @@ def test_a_signal_during_load_is_0_also_where_vllm_ignores_it(
     before = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     code, told = run(before=before, signals=((0.5, signal.SIGTERM),), when_ready=False)
     assert code == 0
-    assert "nothing was being served" in told
+    assert "no server was running" in told
 
 
 def test_a_refused_first_request_is_a_failed_canary_and_leaves_no_process(run: Run) -> None:

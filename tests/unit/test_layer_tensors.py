@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT
-from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, write_checkpoint
-from tiny_model import MODELOPT_NVFP4, QWEN3
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.headers import TensorInfo
+from nibble.checkpoint.heads import head_dim, kv_heads
 from nibble.checkpoint.layer_tensors import FILE, families, layer_problems
-from nibble.checkpoint.layers import FAMILIES, head_dim, kv_heads
+from nibble.checkpoint.layers import FAMILIES
 from nibble.checkpoint.nvfp4 import Problem
 from nibble.errors import ExitCode
+from tests.support.models.tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4, QWEN3
+from tests.support.paths import ROOT
 
 COUNT = 3
 LATENT = (FAMILIES["deepseek_v3"],)  # one latent vector in the place of heads of keys and values
@@ -369,7 +370,7 @@ def test_many_tensors_are_quick() -> None:
 
 @pytest.mark.slow
 def test_the_table_is_what_the_installed_transformers_saves() -> None:
-    words = [sys.executable, str(ROOT / "tests/fixtures/layer_tensors.py"), "show"]
+    words = [sys.executable, str(ROOT / "tests/support/models/layer_tensors.py"), "show"]
     made = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert made[made.index("{") :].strip() == FILE.read_text().strip()
 

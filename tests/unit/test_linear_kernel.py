@@ -11,8 +11,6 @@ from statistics import geometric_mean
 from typing import Any
 
 import pytest
-from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.canary.kernels import expectations
 from nibble.engine import installed
@@ -23,6 +21,8 @@ from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.linear_kernel import CROSSOVER, MOST_ROWS, TOO_MANY_ROWS
 from nibble.plan.plan import Plan
 from nibble.serve.preflight.nvfp4 import check_plugin
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
 OURS = {"nibble": {"linear_kernel": "nibble"}}
@@ -228,7 +228,7 @@ def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(
 def test_one_order_of_sums_takes_nibbles_kernel_where_vllm_would_emulate_fp4_and_auto_may_choose(
     model: Path,
 ) -> None:
-    """The emulation would end the start: it is slow, and nobody asked for it."""
+    """The emulation would end the start: it is slow, and no setting asks for it."""
     given = {"VLLM_BATCH_INVARIANT": "1", "MAX_NUM_SEQS": "64"}
     assert "only W4A4 kernel with a fixed order of additions" in reason(
         plan(model, **given), "nibble"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from crd_schemas import PLACES, made
 
 from nibble.machine.paths import root
 from nibble.plan.cluster_ports import AGENT_PORT
 from nibble.serve.control import ControlServer
+from tests.support.cluster.crd_schemas import PLACES, made
 
 
 @pytest.fixture

@@ -6,24 +6,9 @@ from pathlib import Path
 
 from nibble.machine.cgroups import cgroups
 from nibble.machine.memory import Memory, MemorySource
+from tests.support.memory_files import machine
 
 MIB = 1 << 20
-
-
-def machine(root: Path, available_mib: int = 8000) -> Path:
-    """A file system root with 16000 MiB of memory and no cgroup."""
-    for folder in ("proc/pressure", "proc/self"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    (root / "proc/meminfo").write_text(
-        f"MemTotal:       {16000 << 10} kB\nMemFree:        1 kB\nMemAvailable:  "
-        f" {available_mib << 10} kB\n"
-    )
-    (root / "proc/pressure/memory").write_text(
-        "some avg10=5.00 avg60=0.00 avg300=0.00 total=1\nfull avg10=2.50 avg60=0.00 avg300=0.00"
-        " total=1\n"
-    )
-    (root / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 3\n")
-    return root
 
 
 def mount(root: Path, kind: str, mount_root: str, point: str, options: str, cgroup: str) -> None:
@@ -118,7 +103,8 @@ def test_a_cgroup_outside_the_namespace_is_taken_at_the_mount_point(tmp_path: Pa
     machine(tmp_path)
     mount(tmp_path, "cgroup2", "/", "/sys/fs/cgroup", "rw", "0::/../../elsewhere\n")
     v2(tmp_path / "sys/fs/cgroup", str(1000 * MIB), 100)
-    assert cgroups("memory", ("memory.max", "memory.limit_in_bytes"), tmp_path) == [tmp_path / "sys/fs/cgroup"]
+    files = ("memory.max", "memory.limit_in_bytes")
+    assert cgroups("memory", files, tmp_path) == [tmp_path / "sys/fs/cgroup"]
 
 
 def test_every_look_reads_anew_and_a_cgroup_that_went_away_is_no_error(tmp_path: Path) -> None:

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloverlm_models import CloverShape, write_packed
-from tiny_checkpoint import OTHER_FAMILY, Tensors, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4, write_model
 from typer.testing import CliRunner
 
 from nibble.checkpoint import read_checkpoint
@@ -25,6 +22,15 @@ from nibble.machine.paths import root
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.serve.failures import engine_died
+from tests.support.models.cloverlm_models import CloverShape, write_packed
+from tests.support.models.tiny_checkpoint import (
+    OTHER_FAMILY,
+    Tensors,
+    linear,
+    tensors,
+    write_checkpoint,
+)
+from tests.support.models.tiny_model import MODELOPT_NVFP4, write_model
 
 ATTENTION = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
 LINEAR_ATTENTION = [
@@ -117,7 +123,7 @@ WHOLE = {
         alike(range(6), ATTENTION, "encoder.block") + alike(range(4), ATTENTION, "decoder.block"),
         6,
     ),
-    "draft of its own": (["fc.weight", *layers({0: [*ATTENTION, *NORMS]}, "layers")], 1),
+    "separate draft": (["fc.weight", *layers({0: [*ATTENTION, *NORMS]}, "layers")], 1),
     "layers of another name": (["stem.0.weight"], 12),
 }
 

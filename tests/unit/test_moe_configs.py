@@ -1,4 +1,4 @@
-"""Tuned Triton MoE configurations: whose files a GPU without any of its own gets, and when none
+"""Tuned Triton MoE configurations: whose files a GPU gets if vLLM has none for it, and when none
 are needed.
 """
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, write_model
 
 from nibble.cli.serve import link_moe_configs
 from nibble.machine.hardware import Gpu, Hardware
@@ -24,6 +23,7 @@ from nibble.plan.moe_tuning import (
     make_folder,
 )
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_model import DEEPSEEK_MLA, MODELOPT_NVFP4, write_model
 
 GIB = 1 << 30
 MAX_Q = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
@@ -160,7 +160,7 @@ def test_nothing_is_set_where_no_expert_reads_such_files(on: Any, tmp_path: Path
     for folder, words in cases:
         assert VARIABLE not in plan(folder, *words).env
     on("NVIDIA GB10", (12, 1))
-    assert VARIABLE not in plan(tmp_path / "moe").env  # has files of its own
+    assert VARIABLE not in plan(tmp_path / "moe").env  # vLLM has files for it
     # A card that is not here has no name
     assert VARIABLE not in plan(tmp_path / "moe", "--target", "sm120").env
 

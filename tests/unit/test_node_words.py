@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from nibble.cli.show import show_verb_help
+from nibble.cli.help import show_verb_help
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings.command_line import read_command_line

@@ -10,14 +10,21 @@ from typing import Any
 
 import pytest
 from test_checkpoint_scheme import compressed, group, hf_quant
-from tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint.exclusions import MAX_OVERRIDE_BYTES
 from nibble.checkpoint.vllm_config import one_expert_a_layer
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_checkpoint import (
+    LINEAR_SHAPES,
+    Tensors,
+    linear,
+    tensors,
+    write_checkpoint,
+)
+from tests.support.models.tiny_model import MODELOPT_NVFP4
+from tests.support.refusals import refusal_of
 
 LAYER = "model.layers.0."
 MAP = {LAYER + name: {"quant_algo": "NVFP4", "group_size": 16} for name in LINEAR_SHAPES}
@@ -58,9 +65,7 @@ def mixed(layers: Any, **more: Any) -> dict[str, Any]:
 def refused(
     folder: Path, weights: Tensors, declared: Any = None, legacy: Any = None
 ) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        planned(folder, weights, declared, legacy)
-    return caught.value
+    return refusal_of(lambda: planned(folder, weights, declared, legacy))
 
 
 # --- hf_quant_config.json alone -------------------------------------------------------------------
@@ -131,7 +136,7 @@ def test_null_exclusions_in_config_json_are_an_empty_list_that_the_tensors_corre
 
 
 def test_an_output_head_that_is_the_embedding_is_listed_as_unquantized(tmp_path: Path) -> None:
-    # Else vLLM builds it in NVFP4 and finds no scales for it (formats.md 4.5).
+    # Else vLLM builds it in NVFP4 and finds no scales for it.
     tied = {name: tensor for name, tensor in tensors("nvfp4").items() if name != "lm_head.weight"}
     config = override(
         planned(tmp_path / "m", tied, MODELOPT_NVFP4 | {"ignore": []}, tie_word_embeddings=True)

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.engine import installed as installed_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.serve.preflight.nvfp4 import check_nvfp4, check_plugin
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
+from tests.support.refusals import refusal_of
 
 FLAG = "--additional-config"
 
@@ -34,10 +35,7 @@ def plan(folder: Path, *words: str, target: str = "gb10", **environ: str) -> Pla
 
 
 def refused(folder: Path, *words: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(folder, *words)
-    assert caught.value.code == ExitCode.CONFIG
-    return caught.value
+    return refusal_of(lambda: plan(folder, *words), ExitCode.CONFIG)
 
 
 def test_defaults_are_not_written(model: Path) -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import (
+
+from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint.scale_layout import check_layout, effect, untile
+from nibble.checkpoint.scale_values import check_values, e4m3_value, first_damaged
+from nibble.checkpoint.verify import check_scales
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan.validate import check_checkpoint
+from tests.support.models.tiny_checkpoint import (
     LINEAR_SHAPES,
     OTHER_FAMILY,
     Tensors,
@@ -19,14 +26,7 @@ from tiny_checkpoint import (
     tensors,
     write_checkpoint,
 )
-from tiny_model import MODELOPT_NVFP4
-
-from nibble.checkpoint import Checkpoint, read_checkpoint
-from nibble.checkpoint.scale_layout import check_layout, effect, untile
-from nibble.checkpoint.scale_values import check_values, e4m3_value, first_damaged
-from nibble.checkpoint.verify import check_scales
-from nibble.errors import ExitCode, NibbleError
-from nibble.plan.validate import check_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 LAYER = "model.layers.0."
 UP = f"{LAYER}mlp.up_proj"
@@ -376,7 +376,7 @@ BLOCKS = COLUMNS // 16
 
 
 def tiled(scales: bytes) -> bytes:
-    """The 128x4 layout of formats.md 6.4, written from its formula."""
+    """The 128x4 layout of block scales, written from its formula."""
     stored = bytearray(len(scales))
     for row in range(ROWS):
         for block in range(BLOCKS):

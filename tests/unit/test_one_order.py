@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
-from worker_reports import RAN
 
 from nibble.canary.kernels import deviations, expectations
 from nibble.errors import ExitCode, NibbleError
@@ -18,6 +15,10 @@ from nibble.machine.hardware import Gpu, Hardware
 from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.canary.worker_reports import RAN
+from tests.support.models.tiny_checkpoint import linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
+from tests.support.refusals import refusal_of
 
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -38,10 +39,7 @@ def plan(
 
 
 def refused(model: Path, *words: str, **environ: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(model, *words, **environ)
-    assert caught.value.code == ExitCode.CONFIG
-    return caught.value
+    return refusal_of(lambda: plan(model, *words, **environ), ExitCode.CONFIG)
 
 
 @pytest.mark.parametrize(

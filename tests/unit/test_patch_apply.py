@@ -10,9 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import patch_series
 import pytest
-from changes import PATCHING
 
 from nibble.engine.patching import swap
 from nibble.engine.patching.apply import (
@@ -25,6 +23,8 @@ from nibble.engine.patching.apply import (
 from nibble.engine.patching.series import Series, load_series
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
+from tests.support.changes import PATCHING
+from tests.support.releases import patch_series
 
 
 @pytest.fixture(params=["wheel", "source"])

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import ROOT
 
 from nibble.checkpoint import read_checkpoint
 from nibble.checkpoint.plain_values import check_plain_values, first_not_finite
 from nibble.checkpoint.verify import check_scales
 from nibble.errors import ExitCode, NibbleError
+from tests.support.paths import ROOT
 
 DEMO = ROOT / "models" / "nibble-demo-nvfp4"
 NORM = "model.layers.2.post_attention_layernorm.weight"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import DEEPSEEK_MLA, QWEN3, write_model
 
 from nibble.engine.guard.limits import RequestLimits
 from nibble.engine.schema import load_schema
@@ -17,10 +16,12 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.paths import root
 from nibble.machine.targets import TARGET_NAMES
-from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.recipes.recipe import list_recipes, load_recipe
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+from tests.support.models.tiny_model import DEEPSEEK_MLA, QWEN3, write_model
+from tests.support.refusals import refusal_of
 
 GIB = 1 << 30
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
@@ -31,9 +32,7 @@ def plan(*words: str, **environ: str) -> Plan:
 
 
 def failure(*words: str, **environ: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(*words, **environ)
-    return caught.value
+    return refusal_of(lambda: plan(*words, **environ))
 
 
 def machine(
@@ -48,14 +47,6 @@ def machine(
         gpus, "580.105.08", "13.0", "x86_64", 8, frozenset({"avx512f"}), 128 * GIB, 100 * GIB
     )
     return replace(found, **more)
-
-
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(hardware: Hardware) -> None:
-        monkeypatch.setattr(prepare, "detect", lambda environ: hardware)
-
-    return use
 
 
 def test_without_a_cpp_compiler_nothing_is_compiled_on_the_cpu(tmp_path: Path) -> None:
@@ -326,6 +317,27 @@ def test_the_sizes_that_are_suggested_divide_the_heads(
     assert refused.code is ExitCode.CONFIG and refused.expected == sizes
 
 
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ("2", "does not divide the 9 attention heads"),
+        ("9", "does not divide the 96 NVFP4 blocks in a row of the MLP"),
+    ],
+)
+def test_the_sizes_that_divide_smollm2_135m_are_1_and_3(
+    tmp_path: Path, size: str, problem: str
+) -> None:
+    """One layer with its shapes: 9 heads, 3 KV heads, an MLP of 1536."""
+    shape = Shape(
+        hidden=576, intermediate=1536, layers=1, heads=9, kv_heads=3, head_dim=64, vocabulary=128
+    )
+    folder = str(write_checkpoint(tmp_path / "m", shape, "modelopt"))
+    refused = failure(folder, "--target", "cpu", TENSOR_PARALLEL_SIZE=size)
+    assert refused.code is ExitCode.CONFIG
+    assert problem in refused.what and refused.expected == "1 or 3"
+    plan(folder, "--target", "cpu", TENSOR_PARALLEL_SIZE="3")
+
+
 def test_the_fewest_gpus_that_hold_the_weights_are_taken(on: Any, tmp_path: Path) -> None:
     on(machine("NVIDIA H200", (9, 0), 4, memory=100_000))
     folder = write_model(tmp_path / "m")
@@ -446,7 +458,7 @@ def test_the_gate_gets_the_request_limits_and_the_body_limit_fits_the_model(tmp_
     (sees / "config.json").write_text(json.dumps({**config, "vision_config": {"hidden_size": 8}}))
     found = plan(text, "--target", "cpu")
     assert found.env["NIBBLE_MAX_BODY_BYTES"].value == str(32 << 20)
-    assert "text alone" in found.env["NIBBLE_MAX_BODY_BYTES"].reason
+    assert "only text" in found.env["NIBBLE_MAX_BODY_BYTES"].reason
     assert "NIBBLE_MAX_MESSAGES" not in found.env  # the default is the gate's, too
     assert found.args["--h11-max-incomplete-event-size"].value == 65536
     assert found.args["--h11-max-header-count"].value == 128

@@ -13,6 +13,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Flags, Layer
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.refusals import refusal_of
 
 OFFLINE = {"HOME": "/home/me", "HF_HUB_OFFLINE": "1"}
 QWEN = "nvidia/Qwen3.6-35B-A3B-NVFP4"
@@ -24,9 +25,7 @@ def plan(*words: str, **environ: str) -> Plan:
 
 
 def refused(*words: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        plan(*words)
-    return caught.value
+    return refusal_of(lambda: plan(*words))
 
 
 def explained(*words: str, **environ: str) -> list[dict[str, str]]:

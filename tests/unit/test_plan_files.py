@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import write_model
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.plan.files import fetch_files
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_model import write_model
 
 OFFLINE = {"HOME": "/home/me", "HF_HUB_OFFLINE": "1"}
 

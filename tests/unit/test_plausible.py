@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT
 from test_layer_tensors import COUNT, FORMS, qwen3
-from tiny_checkpoint import OTHER_FAMILY, Tensors, write_checkpoint
-from tiny_model import write_model, write_safetensors
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.plausible import LARGEST_WEIGHT, check_plausible
@@ -24,6 +21,10 @@ from nibble.cli.inspection import inspect_model
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.serve.preflight.model import check_experts_on_cpu, check_tokenizer, check_values
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, Tensors, write_checkpoint
+from tests.support.models.tiny_model import write_model, write_safetensors
+from tests.support.paths import ROOT
+from tests.support.refusals import refusal_of
 
 DEMOS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4", "nibble-demo")
 GLOBAL = {"nvfp4": "weight_scale_2", "ct": "weight_global_scale"}
@@ -66,10 +67,7 @@ def refused(found: Checkpoint) -> NibbleError:
         check_scales(found, with_draft=True)
         check_values(found, with_draft=True)
 
-    with pytest.raises(NibbleError) as caught:
-        check()
-    assert caught.value.code is ExitCode.MODEL and "\n" not in caught.value.line()
-    return caught.value
+    return refusal_of(check, ExitCode.MODEL)
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -372,7 +370,7 @@ TOKENIZERS: dict[str, tuple[str, str, bool]] = {
         False,
     ),
     "a config that is a list": ("tokenizer_config.json", "[]", False),
-    "code of its own": (
+    "remote code": (
         "tokenizer_config.json",
         '{"auto_map": {"AutoTokenizer": ["a.B", null]}}',
         True,

@@ -12,21 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.hardware import Hardware
 from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from nibble.serve import prebuild
 from nibble.serve.prebuild import compiler_environ, prebuilding, should_prebuild
-
-GIB = 1 << 30
-H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-0")
-HOPPER = Hardware(
-    (H200,), "580.105.08", "13.0", "x86_64", 16, frozenset({"avx512f"}), 128 * GIB, 120 * GIB
-)
-GB10 = replace(
-    HOPPER, gpus=(Gpu(0, "NVIDIA GB10", (12, 1), None, None, "GPU-0"),), cpu_arch="aarch64"
-)
+from tests.support.hardware import GIB, H200, HOPPER, SPARK
 
 
 @pytest.fixture
@@ -60,7 +52,7 @@ def test_a_first_start_on_a_discrete_gpu_compiles_and_a_later_one_does_not(
 @pytest.mark.parametrize(
     ("here", "more"),
     [
-        (GB10, {}),
+        (SPARK, {}),
         (replace(HOPPER, gpus=()), {}),
         (replace(HOPPER, memory_available_bytes=8 * GIB), {}),
         (HOPPER, {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),

@@ -19,7 +19,7 @@ NEVER = -1  # no session has this number
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A child in a session of its own, whose name and title are hard to read."""
+    """A child in a separate session, whose name and title are hard to read."""
     program = tmp_path / "a) Z 1 (b"
     shutil.copy(shutil.which("sleep") or "", program)
     process = subprocess.Popen(["VLLM::Odd", "60"], executable=program, start_new_session=True)

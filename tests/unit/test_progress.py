@@ -7,14 +7,12 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from nibble.engine.log import PhaseUpdate
 from nibble.serve.progress import Display, StallWatch, describe
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 
 def test_without_a_terminal_there_is_one_line_a_phase_and_one_a_quarter(

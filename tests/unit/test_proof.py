@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from worker_reports import RAN, plan
 
 from nibble.canary import verification as proof
 from nibble.engine.api import Api
 from nibble.errors import ExitCode, NibbleError
+from tests.support.canary.worker_reports import RAN, plan
 
 
 def make(

@@ -9,13 +9,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
-from other_users import open_to_others
 
 from nibble.cli.doctor import checks as doctor
 from nibble.cli.doctor.checks import hub_check
@@ -24,14 +21,11 @@ from nibble.hub import pull as pull_module
 from nibble.hub.access import access
 from nibble.hub.files import RemoteFile, cached_snapshot, missing_weights, select
 from nibble.hub.pull import Progress, as_lines, check_disk, pull
+from tests.support.other_users import open_to_others
+from tests.support.refusals import refusal_of
+from tests.support.servers.hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo
 
 GIB = 1 << 30
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        yield server
 
 
 @pytest.fixture
@@ -47,16 +41,8 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
-
-
 def refusal(model: str, environ: dict[str, str], revision: str | None = None) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        pull(model, revision, environ)
-    assert "\n" not in caught.value.line()
-    return caught.value
+    return refusal_of(lambda: pull(model, revision, environ))
 
 
 def files(*paths: str) -> list[RemoteFile]:
@@ -488,7 +474,7 @@ def test_disk_check_counts_the_download_and_one_gib_to_spare() -> None:
     with pytest.raises(
         NibbleError,
         match=r"the download of m needs 4.0 GiB and a margin of 1.0 GiB; /c has 4.5"
-        r" GiB free, 0.5",
+        r" GiB free, 512.0 MiB",
     ) as caught:
         check_disk("m", 4 * GIB, 4 * GIB + GIB // 2, Path("/c"))
     assert caught.value.code is ExitCode.NO_FIT
@@ -525,8 +511,8 @@ except NibbleError as error:
 
 
 def pull_as_another_user(model: str, environ: dict[str, str]) -> str:
-    """Pull as uid 2000 (permission bits do not bind root) in a process of its own; its path or
-    its error.
+    """Pull as uid 2000 (permission bits do not bind root) in a separate process; its path or its
+    error.
     """
     if os.getuid() != 0:
         pytest.skip("needs root to become another user")

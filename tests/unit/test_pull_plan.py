@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.dry_run import plan_pull
 from nibble.hub.pull import pull
 from nibble.machine.paths import demo_models
+from tests.support.paths import ROOT
+from tests.support.servers.hub import GOOD_TOKEN, OTHER_TOKEN, Hub
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE = 300_000
 
 
@@ -34,11 +34,6 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         server.add("acme/gated", folder, gated=True)
         server.add("acme/huge", folder, huge={"model-2.safetensors": 1 << 50})
         yield server
-
-
-@pytest.fixture
-def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
 
 
 def test_a_dry_run_resolves_the_revision_adds_up_the_sizes_and_fetches_nothing(

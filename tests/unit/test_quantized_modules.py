@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import Tensors, linear, tensors, write_checkpoint
-from tiny_model import MODELOPT_NVFP4
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.exclusions import correct, excluded
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
+from tests.support.models.tiny_checkpoint import Tensors, linear, tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 MTP = '{"method":"mtp","num_speculative_tokens":1}'
 LLM_COMPRESSOR: dict[str, Any] = {
@@ -190,7 +190,7 @@ def test_compressed_tensors_gets_names_and_for_experts_an_expression(tmp_path: P
         corrected(read_checkpoint(str(write_checkpoint(tmp_path / "ignored", weights, ignored))))
         is None
     )
-    # lm_head is no class "Linear", and what no group targets is not quantized either
+    # lm_head is not of class "Linear", and what no group targets is not quantized either
     targets = {
         "group_0": LLM_COMPRESSOR["config_groups"]["group_0"] | {"targets": [r"re:model\.layers.*"]}
     }

@@ -18,14 +18,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import free_port
-from test_memory import machine
 
-from nibble.cluster import ray_node
+from nibble.cluster import ray_command, ray_node, ray_process
 from nibble.cluster.member import End
 from nibble.cluster.network import find_interface, node_address
 from nibble.cluster.node import Place, find_place
-from nibble.cluster.parts import Parts
+from nibble.cluster.ray_failure import explain_failure
+from nibble.cluster.ray_process import RayProcess
+from nibble.cluster.ray_workers import RayWorkers
 from nibble.cluster.roster import STOPPING, Roster
 from nibble.cluster.token import TOKEN_FILE, head_token, members_token
 from nibble.errors import ExitCode, NibbleError
@@ -36,6 +36,8 @@ from nibble.plan.cluster_ports import AGENT_PORT, CHECK_PORT, MASTER_PORT, PORT_
 from nibble.plan.memory import UNWATCHED
 from nibble.settings.options import Settings
 from nibble.settings.sources import load_settings
+from tests.support.memory_files import machine
+from tests.support.servers.serving import free_port
 
 HEAD = "192.0.2.2:6379"
 # `ray start --address=… --block` with another token, shortened.
@@ -58,7 +60,7 @@ def settings(**environ: str) -> Settings:
 
 
 def test_every_port_is_named_and_none_twice() -> None:
-    flags = ray_node.head_flags("192.0.2.2", 1)
+    flags = ray_command.head_flags("192.0.2.2", 1)
     ports = [int(flag.split("=")[1]) for flag in flags if "port=" in flag]
     ports += [*PORT_VARIABLES.values(), AGENT_PORT, MASTER_PORT, CHECK_PORT]
     assert len(ports) == len(set(ports)) == 14
@@ -66,13 +68,13 @@ def test_every_port_is_named_and_none_twice() -> None:
 
 
 def test_a_head_has_no_dashboard_sends_no_statistics_and_stays_in_the_foreground() -> None:
-    flags = ray_node.head_flags("192.0.2.2", None)
+    flags = ray_command.head_flags("192.0.2.2", None)
     assert {"--head", "--include-dashboard=false", "--disable-usage-stats", "--block"} <= set(flags)
     assert not [flag for flag in flags if flag.startswith("--num-gpus")]
 
 
 def test_a_worker_joins_the_head_with_its_own_address_and_gpus() -> None:
-    flags = ray_node.worker_flags(HEAD, "192.0.2.3", 2)
+    flags = ray_command.worker_flags(HEAD, "192.0.2.3", 2)
     assert {f"--address={HEAD}", "--node-ip-address=192.0.2.3", "--num-gpus=2", "--block"} <= set(
         flags
     )
@@ -87,7 +89,7 @@ def test_every_node_asks_for_the_token_and_the_key_of_the_api_stays_here() -> No
         "PATH": "/bin",
         "HF_HOME": "/h",
     }
-    environ = ray_node.node_environ(
+    environ = ray_command.node_environ(
         Place("192.0.2.3", "eth0", given, Path("/tmp")), "token", Path("/tmp/proof")
     )
     assert (environ["RAY_AUTH_MODE"], environ["RAY_AUTH_TOKEN"]) == ("token", "token")
@@ -99,12 +101,12 @@ def test_every_node_asks_for_the_token_and_the_key_of_the_api_stays_here() -> No
 def test_memory_is_watched_by_nibble_and_not_by_ray_too_unless_the_user_says_so() -> None:
     for given, milliseconds in (({}, "0"), ({"RAY_memory_monitor_refresh_ms": "250"}, "250")):
         place = Place("192.0.2.3", "eth0", given, Path("/tmp"))
-        environ = ray_node.node_environ(place, "token", Path("/tmp/proof"))
+        environ = ray_command.node_environ(place, "token", Path("/tmp/proof"))
         assert environ["RAY_memory_monitor_refresh_ms"] == milliseconds
 
 
 def test_no_secret_is_in_the_command_line() -> None:
-    words = ray_node.ray_command(ray_node.worker_flags(HEAD, "192.0.2.3", 2))
+    words = ray_command.ray_command(ray_command.worker_flags(HEAD, "192.0.2.3", 2))
     assert not [word for word in words if "token" in word.lower()]
 
 
@@ -143,11 +145,11 @@ def test_a_given_token_that_could_not_be_sent_is_a_usage_error() -> None:
 
 
 def test_a_ray_that_never_starts_is_ended_and_exit_9(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_node, "START_S", 0.3)
-    monkeypatch.setattr(ray_node, "WATCH_S", 0.1)
+    monkeypatch.setattr(ray_process, "START_S", 0.3)
+    monkeypatch.setattr(ray_process, "WATCH_S", 0.1)
     began = time.monotonic()
     with pytest.raises(NibbleError, match="Ray has not started within") as caught:
-        ray_node._Node(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, "worker", HEAD, []).run()
+        RayProcess(["sleep", "60"], {"PATH": "/usr/bin:/bin"}, "worker", HEAD, []).run()
     assert caught.value.code == ExitCode.CLUSTER
     assert time.monotonic() - began < 10
 
@@ -156,13 +158,13 @@ def test_memory_that_runs_out_on_its_machine_ends_it_with_7_and_all_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = machine(tmp_path, available_mib=300)
-    monkeypatch.setattr(ray_node, "MemorySource", lambda: MemorySource(root))
-    monkeypatch.setattr(ray_node, "WATCH_S", 0.1)
+    monkeypatch.setattr(ray_process, "MemorySource", lambda: MemorySource(root))
+    monkeypatch.setattr(ray_process, "WATCH_S", 0.1)
     pid = tmp_path / "pid"
     program = ["sh", "-c", f"sleep 60 & echo $! > {pid}; wait"]
     limit = ray_node.memory_limits(settings(NIBBLE_MEMORY_RESERVE_GIB="1"), {})
     threading.Timer(1.0, lambda: machine(root, available_mib=200)).start()
-    node = ray_node._Node(program, {"PATH": "/usr/bin:/bin"}, "worker", HEAD, [], limit=limit)
+    node = RayProcess(program, {"PATH": "/usr/bin:/bin"}, "worker", HEAD, [], limit=limit)
     with pytest.raises(
         NibbleError, match=r"on this node: 0\.195 GiB of memory are available"
     ) as caught:
@@ -283,7 +285,7 @@ def test_a_head_whose_address_is_another_machines_does_not_start(tmp_path: Path)
 def test_rays_tracebacks_become_one_line_with_exit_9(
     lines: list[str], role: str, words: str
 ) -> None:
-    error = ray_node.explain_failure(lines, role, HEAD)
+    error = explain_failure(lines, role, HEAD)
     assert error.code == ExitCode.CLUSTER
     assert words in error.line()
     assert "Traceback" not in error.line()
@@ -297,7 +299,7 @@ def test_a_ray_without_its_agents_packages_is_told_before_it_starts(tmp_path: Pa
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root())])}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    error = ray_node.explain_failure(done.stderr.splitlines(), "head", HEAD)
+    error = explain_failure(done.stderr.splitlines(), "head", HEAD)
     assert "no opencensus here" in error.line() and "install ray[default]" in error.line()
 
 
@@ -306,10 +308,10 @@ class Servers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.roster, self.codes = Roster("head"), []
-        monkeypatch.setattr(ray_node, "stop_signals", lambda tell: contextlib.nullcontext())
+        monkeypatch.setattr(ray_process, "stop_signals", lambda tell: contextlib.nullcontext())
         program = ["sh", "-c", "echo Ray runtime started.; exec sleep 60"]
         environ = {"PATH": "/usr/bin:/bin"}
-        self.node = ray_node._Node(program, environ, "worker", HEAD, [], roster=self.roster)
+        self.node = RayProcess(program, environ, "worker", HEAD, [], roster=self.roster)
         self.thread = threading.Thread(
             target=lambda: self.codes.append(self.node.run()), daemon=True
         )
@@ -361,8 +363,8 @@ def test_a_worker_process_that_ends_on_a_ray_node_is_told_with_its_rank(tmp_path
     member: Any = SimpleNamespace(tell_end=told.append)
     governor: Any = SimpleNamespace(kernel_has_killed=lambda: False)
     over = threading.Event()
-    parts = Parts(member, tmp_path)
-    thread = threading.Thread(target=lambda: parts.watch(worker.pid, governor, over), daemon=True)
+    workers = RayWorkers(member, tmp_path)
+    thread = threading.Thread(target=lambda: workers.watch(worker.pid, governor, over), daemon=True)
     thread.start()
     time.sleep(2.5)  # a process counts from the second look on
     worker.kill()

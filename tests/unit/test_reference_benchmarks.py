@@ -4,16 +4,11 @@ something, and why a process ended.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from reference_families import FAMILIES, fill_zeros
 from reference_faults import error_in
+from torch import nn
 
 
 def test_zeros_become_random_numbers_and_the_rest_stays() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from generated_nvfp4 import Shape, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nibble.checkpoint import read_checkpoint
@@ -27,9 +26,8 @@ from nibble.reference.weights import (
     block_size,
     rounded_input,
 )
+from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "models"))
 CPU = torch.device("cpu")
 TEXTS = ((1, 5, 9, 40, 41, 42, 43, 44, 45, 46, 47, 48), (1, 7, 3), (2, 100, 90, 80, 70, 60))
 SMALL: dict[str, Any] = {

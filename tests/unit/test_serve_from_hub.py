@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import GOOD_TOKEN, Hub
-from serving import free_port
-from tiny_model import QWEN3, write_model
 
 from nibble.cli import serve as serve_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import cache_dir
 from nibble.plan.plan import Plan
 from nibble.serve.crash_loop import Breaker, plan_key
+from tests.support.models.tiny_model import QWEN3, write_model
+from tests.support.servers.hub import GOOD_TOKEN, Hub
+from tests.support.servers.serving import free_port
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ import time
 from pathlib import Path
 
 from nibble.serve.log_file import KEPT, LogFile
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# What a server does: its output is the file, which it rotates; a child of its own keeps writing
-# through it.
+# What a server does: its output is the file, which it rotates; a child keeps writing through it.
 SERVER = """
 import os, sys, time
 from pathlib import Path

@@ -10,12 +10,11 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.settings.declare import token_count
 from nibble.settings.options import Settings, options
 from nibble.settings.sources import load_settings
+from tests.support.refusals import refusal_of
 
 
 def failure(cli: dict[str, str], environ: dict[str, str]) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        load_settings(cli, environ)
-    return caught.value
+    return refusal_of(lambda: load_settings(cli, environ))
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -48,8 +47,8 @@ def test_every_option_has_an_environment_name_and_help() -> None:
 
 def test_no_option_invents_a_vllm_name() -> None:
     ours = {variable for option in options().values() for variable in option.env}
-    # vLLM's own VLLM_API_KEY is read as an alias; VLLM_EXTRA_ARGS is what the seeds' users know
-    # (design.md 4).
+    # vLLM's own VLLM_API_KEY is read as an alias; VLLM_EXTRA_ARGS is a name that
+    # users of vLLM's images know.
     assert {name for name in ours if name.startswith("VLLM_")} == {
         "VLLM_API_KEY",
         "VLLM_EXTRA_ARGS",

@@ -13,14 +13,14 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import processor_time
 import pytest
-from patch_series import CHANGES, FILES, make_series, make_tree
 
 from setup import main, pip_runner, venv
 from setup.decide import SetupError
+from tests.support import processor_time
+from tests.support.paths import ROOT
+from tests.support.releases.patch_series import CHANGES, FILES, make_series, make_tree
 
-ROOT = Path(__file__).resolve().parents[2]
 INSTALL = [sys.executable, str(ROOT / "setup" / "install.py")]
 
 

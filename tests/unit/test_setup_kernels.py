@@ -186,7 +186,7 @@ def test_a_compiler_that_appears_a_newer_wheel_and_a_changed_source_each_make_it
 def test_a_form_that_failed_is_tried_again_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The user mends the compiler and runs `make setup` again, as the sentence says."""
+    """The user fixes the compiler and runs `make setup` again, as the sentence says."""
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").touch()

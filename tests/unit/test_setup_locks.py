@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from setup import pins
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "requirements"
 
 

@@ -51,7 +51,7 @@ def test_a_compute_capability_has_one_target(capability: tuple[int, int], name: 
 
 
 def test_no_target_builds_for_a_plain_blackwell_architecture() -> None:
-    # ptxas 13.0 refuses the FP4 conversion and MMA for plain targets (kernels.md 0.1).
+    # ptxas 13.0 refuses the FP4 conversion and MMA for plain targets.
     lists = {name: load_target(name).torch_cuda_arch_list for name in TARGET_NAMES}
     assert lists == {
         "gb10": "12.0f",

@@ -7,6 +7,7 @@ import pytest
 from nibble.engine.flags import OWNED, merge, read_flags, split_words, write_flag
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
+from tests.support.refusals import refusal_of
 
 SCHEMA = load_schema()
 
@@ -16,10 +17,7 @@ def read(text: str) -> dict[str, object]:
 
 
 def failure(text: str) -> NibbleError:
-    with pytest.raises(NibbleError) as caught:
-        read(text)
-    assert caught.value.code == ExitCode.CONFIG
-    return caught.value
+    return refusal_of(lambda: read(text), ExitCode.CONFIG)
 
 
 @pytest.mark.parametrize(

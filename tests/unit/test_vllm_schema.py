@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nibble.engine.schema import SNAPSHOT, Schema, drift, live_schema, load_schema, write_snapshot
+from nibble.engine.live_schema import drift, live_schema, write_snapshot
+from nibble.engine.schema import SNAPSHOT, Schema, load_schema
 from nibble.errors import ExitCode, NibbleError
 
 

@@ -1,10 +1,10 @@
-"""nibble's kernels as torch operators, nibble::…: compiled C++ and CUDA where the wheel has them,
-plain torch elsewhere.
+"""nibble's kernels as torch operators, nibble::…: compiled C++ and CUDA if the wheel has them, else
+plain torch.
 
     from nibble_kernels.activation_quant import nvfp4_quant
 
-Importing an operation's module registers its operators; every one works on every device, at the
-speed of what is there.
+Importing a module registers its operators. Every operator works on every device, with a compiled
+kernel or with plain torch code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["implementations"]
 
 
 def implementations() -> dict[str, str]:
-    """For each kind of device, "compiled" or the reason why the plain torch code computes there."""
+    """Device type -> "compiled", or the reason why it uses the plain torch code."""
     from nibble_kernels.library import load
 
     return dict(load())

@@ -1,8 +1,8 @@
-"""The operator library nibble::…: schemas and plain torch code from here, compiled kernels from the
-wheel's libraries.
+"""The operator library nibble::…: defines operators with plain torch code, and loads the wheel's
+compiled kernels.
 
-Compiled kernels are registered for one device and win there over the plain torch code, which is
-registered for all.
+The torch code is registered for all devices. A compiled kernel is registered for one device and has
+precedence there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _library = torch.library.Library("nibble", "FRAGMENT")
 
 
 def operator(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define nibble::<schema>, computed by `reference` where nothing compiled is registered;
-    returns what calls it.
+    """Define the operator nibble::<schema> and return a callable.
+
+    reference: computes on devices without a compiled kernel; fake: gives the outputs' shapes.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
@@ -34,25 +35,26 @@ def operator(schema: str, reference: Callable[..., Any], fake: Callable[..., Any
 
 @functools.cache
 def load() -> dict[str, str]:
-    """Load the compiled libraries once; device and what computes there. Warns in one line where
-    plain torch code does.
+    """Load the compiled libraries once. Returns device type -> "compiled" or the reason why not.
+
+    Warns in one line if a device uses plain torch code.
     """
-    found = {"cpu": _load("_cpu")}
+    states = {"cpu": _load("_cpu")}
     if torch.version.cuda:
-        found["cuda"] = _load("_cuda")
-    plain = [f"{device} ({reason})" for device, reason in found.items() if reason != "compiled"]
+        states["cuda"] = _load("_cuda")
+    plain = [f"{device} ({state})" for device, state in states.items() if state != "compiled"]
     if plain:
         logger.warning("nibble-kernels: plain torch code, much slower, on %s", ", ".join(plain))
-    return found
+    return states
 
 
 def _load(name: str) -> str:
-    """ "compiled", or why not."""
+    """The state of a library: "compiled", or the reason why not."""
     libraries = list(Path(__file__).parent.glob(f"{name}.*so"))
     if not libraries:
         return "not compiled when it was installed"
     try:
         torch.ops.load_library(libraries[0])
-    except OSError as error:  # another torch than 2.11 or later, or another processor
+    except OSError as error:  # such as a torch before 2.11, or another processor
         return f"does not load: {error}".splitlines()[0]
     return "compiled"

@@ -1,8 +1,8 @@
-"""Where block scales lie: row by row ("linear") or in the 128x4 tiles that FP4 tensor cores read
+"""Layouts of block scales: row by row ("linear"), or in the 128x4 tiles that FP4 tensor cores read
 ("tiled").
 
-Offset of the scale of (row, block), blocks padded to a multiple of 4 and rows to one of 128
-(cuBLAS 13 documentation, 1D block scaling factors layout):
+Tiled scales are padded to a multiple of 128 rows and 4 blocks. The offset of the scale of
+(row, block) is (cuBLAS 13 documentation, 1D block scaling factors layout):
 
     (row // 128 * (blocks / 4) + block // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + block % 4
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 16
+BLOCK = 16  # elements that share a scale
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -20,25 +20,25 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def tiled_shape(rows: int, blocks: int) -> tuple[int, int]:
-    """The shape of the tiled scales of `rows` rows of `blocks` blocks; the elements in it are
-    not in row order.
+    """The shape of the tiled scales of `rows` rows of `blocks` blocks. Elements are not in row
+    order.
     """
     return round_up(rows, 128), round_up(blocks, 4)
 
 
 def tile(scales: Tensor) -> Tensor:
-    """Linear scales [rows, blocks] of one byte each as tiled ones, padded with zeros."""
+    """Tiled scales, padded with zeros, from linear ones [rows, blocks] of one byte each."""
     rows, blocks = scales.shape
     padded_rows, padded_blocks = tiled_shape(rows, blocks)
     padding = (0, padded_blocks - blocks, 0, padded_rows - rows)
     padded = torch.nn.functional.pad(scales.view(torch.uint8), padding)
-    # Tile row, row // 32, row % 32, tile, block
+    # Dimensions: tile row, row // 32, row % 32, tile, block.
     tiles = padded.view(padded_rows // 128, 4, 32, padded_blocks // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks).view(scales.dtype)
 
 
 def untile(tiled: Tensor, rows: int, blocks: int) -> Tensor:
-    """Tiled scales as linear ones, without the padding."""
+    """Linear scales [rows, blocks] from tiled ones."""
     padded_rows, padded_blocks = tiled_shape(rows, blocks)
     tiles = tiled.view(torch.uint8).view(padded_rows // 128, padded_blocks // 4, 32, 4, 4)
     linear = tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks)

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nibble.checkpoint import Checkpoint, read_checkpoint
+from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
-from nibble.checkpoint.convert import quantize
+from nibble.checkpoint.convert import gptq, quantize
 from nibble.checkpoint.convert.cloverlm import Packing
 from nibble.checkpoint.convert.config import (
-    CONFIG_FILE,
     HF_QUANT_FILE,
-    Activations,
     Layout,
     ignore_list,
     no_kv,
@@ -31,7 +29,13 @@ from nibble.checkpoint.convert.config import (
 )
 from nibble.checkpoint.convert.files import rewrite
 from nibble.checkpoint.convert.layouts import Relabel, check
-from nibble.checkpoint.convert.quantize import Quantization, ShareScales, share_scales
+from nibble.checkpoint.convert.original import Original, original
+from nibble.checkpoint.convert.quantize import (
+    Encode,
+    Part,
+    Quantization,
+)
+from nibble.checkpoint.convert.wishes import PLAIN_WISHES, Wishes, check_wishes
 from nibble.checkpoint.exclusions import PLAIN
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight
@@ -39,33 +43,13 @@ from nibble.checkpoint.source import FolderSource, read_json
 from nibble.checkpoint.verify import check_scales
 from nibble.checkpoint.weights import kind_of
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub.access import access, is_model_id
-from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
-from nibble.machine.paths import demo_models
+from nibble.hub.pull import OnProgress
 
-LAYOUTS = ("modelopt", "compressed-tensors", "quartet-packed")
-TARGETS = (*LAYOUTS, "nvfp4")
 _SOURCE_LAYOUTS: Mapping[str, Layout] = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
     "quartet2": "quartet-packed",
 }
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """The request of `nibble convert`.
-
-    `activations`: None keeps the source's (BF16 sources: "bf16"); "bf16" drops the activation
-    scales of a W4A4 source. The rest is for BF16 sources: `exclude` patterns of module names,
-    `texts` to calibrate activations with, and which layers share a global scale.
-    """
-
-    activations: Activations | None = None
-    four_over_six: bool = False
-    exclude: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    share_scales: ShareScales = share_scales
 
 
 @dataclass(frozen=True)
@@ -77,41 +61,20 @@ class Done:
     nbytes: int
 
 
-def read_wishes(
-    activations: str | None, calibrate: Path | None, four_over_six: bool, exclude: Iterable[str]
-) -> Wishes:
-    """The request of the command line; `calibrate` is a file with one text a line. Raises USAGE."""
-    if activations not in (None, "bf16", "fp4"):
-        raise NibbleError(
-            ExitCode.USAGE, what=f"--activations {activations}", expected="bf16 or fp4"
-        )
-    texts: tuple[str, ...] = ()
-    if calibrate is not None:
-        try:
-            texts = tuple(
-                line for line in calibrate.read_text(encoding="utf-8").splitlines() if line.strip()
-            )
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            what = f"--calibrate {calibrate} cannot be read ({why})"
-            raise NibbleError(
-                ExitCode.USAGE, what=what, expected="a file with one text a line"
-            ) from None
-        if not texts:
-            raise NibbleError(
-                ExitCode.USAGE, what=f"--calibrate {calibrate} is empty", expected="one text a line"
-            )
-    return Wishes(activations, four_over_six, tuple(exclude), texts)
-
-
-def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done:
-    """Write `source` (a folder or a pulled model's id) to the new folder `dest` as `to`, one of
-    TARGETS.
+def convert(
+    source: str,
+    dest: Path,
+    to: str,
+    wishes: Wishes = PLAIN_WISHES,
+    on_progress: OnProgress = lambda _: None,
+) -> Done:
+    """Write `source` (a folder, a pulled model's id or a GGUF file) to the new folder `dest` as
+    `to`, one of TARGETS.
 
     Raises MODEL for an absent or corrupt source, CONFIG for an unsuitable one, USAGE for
     contradictory words.
     """
-    _check_words(to, wishes)
+    check_wishes(to, wishes)
     if dest.exists():
         raise NibbleError(
             ExitCode.USAGE,
@@ -120,58 +83,13 @@ def convert(source: str, dest: Path, to: str, wishes: Wishes = Wishes()) -> Done
             action="remove it or name another",
         )
     _need_kernels()
-    found = _read(source)
-    assert found.path is not None
+    model = original(source, to)
     with _beside(dest) as unfinished:
-        from_bf16 = _pack if is_cloverlm(found) else _quantize
+        model.add_others(unfinished)
+        from_bf16 = _pack if is_cloverlm(model.found) else _quantize
         make = from_bf16 if to == "nvfp4" else _relabel
-        count = make(found, found.path, unfinished, to, wishes)
-        left_out = {info.file for info in found.tensors.values()}
-        if make is _quantize:
-            left_out |= {CANARY_FILE, WEIGHT_ONLY_CANARY_FILE}  # recorded with other numbers
-        _copy_others(found.path, unfinished, left_out)
+        count = make(model, unfinished, to, wishes, on_progress)
     return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
-
-
-def _read(source: str) -> Checkpoint:
-    """The checkpoint in a folder, under a demo's name or in the cache; it downloads nothing."""
-    folder = demo_models().get(source) or Path(os.path.expanduser(source))
-    if folder.is_dir() or not is_model_id(source):
-        return read_checkpoint(str(folder))
-    snapshot = cached_snapshot(source, None, access(os.environ).cache)
-    if snapshot is None:
-        what, action = f"{source} is not on this disk", f"run `nibble pull {source}`"
-        raise NibbleError(
-            ExitCode.MODEL, what=what, expected="a folder or a pulled model", action=action
-        )
-    return read_checkpoint(source, path=snapshot)
-
-
-def _check_words(to: str, wishes: Wishes) -> None:
-    if to not in TARGETS:
-        raise NibbleError(
-            ExitCode.USAGE, what=f"--to {to}", expected=f"one of {', '.join(TARGETS)}"
-        )
-    if to != "nvfp4" and (wishes.four_over_six or wishes.exclude or wishes.texts):
-        what = "--four-over-six, --exclude and --calibrate work only with --to nvfp4"
-        raise NibbleError(
-            ExitCode.USAGE, what=what, action="drop them: a change of layout keeps every number"
-        )
-    if to == "nvfp4" and (wishes.activations == "fp4") != bool(wishes.texts):
-        what = "--activations fp4 and --calibrate need each other"
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=what,
-            expected="a file with one text a line for the activation scales",
-        )
-    if to != "nvfp4" and wishes.activations == "fp4":
-        what = "--activations fp4 works only with --to nvfp4"
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=what,
-            action="drop it: a change of layout keeps the activation scales; --activations bf16"
-            " drops them",
-        )
 
 
 def _need_kernels() -> None:
@@ -209,24 +127,12 @@ def _beside(dest: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _copy_others(source: Path, dest: Path, left_out: Iterable[str]) -> None:
-    """Copy every file that is neither `left_out` nor written."""
-    skip = {*left_out, CONFIG_FILE, HF_QUANT_FILE}
-    for parent, folders, names in os.walk(source, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(parent, name)
-            relative = path.relative_to(source)
-            if relative.as_posix() in skip or (dest / relative).exists() or not path.exists():
-                continue
-            (dest / relative.parent).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, dest / relative)
-
-
 # --- one layout to another ------------------------------------------------------------------------
 
 
-def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishes) -> int:
+def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: OnProgress) -> int:
+    found, folder = model.found, model.found.path
+    assert folder is not None
     weights = _nvfp4_weights(found)
     source: Layout = _SOURCE_LAYOUTS[next(iter(weights.values())).layout]
     has_inputs = _has_input_scales(weights)
@@ -242,7 +148,8 @@ def _relabel(found: Checkpoint, folder: Path, dest: Path, to: Any, wishes: Wishe
         to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights)
     )
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
-    rewrite(folder, dest, found.tensors, conversion.outputs, conversion.data)
+    values = model.counted("write", found.tensors.values(), on_progress)
+    rewrite(dest, found.tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(weights)
 
 
@@ -312,8 +219,10 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
 # --- BF16 to NVFP4 --------------------------------------------------------------------------------
 
 
-def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
-    tensors = found.tensors
+def _quantize(
+    model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress
+) -> int:
+    found, tensors = model.found, model.found.tensors
     if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
         raise _not_bf16(found, "modelopt")
     parts = quantize.select(tensors, found.hidden_size, wishes.exclude)
@@ -324,39 +233,74 @@ def _quantize(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wis
             action="check the patterns of --exclude",
         )
     modules = [part.module for group in parts.values() for part in group]
-    scales = {}
-    if wishes.texts:
-        from nibble.checkpoint.convert.calibrate import input_amax
-
-        scales = quantize.input_scales(modules, input_amax(folder, wishes.texts))
-    amax = wishes.share_scales(quantize.weight_amax(folder, tensors, parts))
-    conversion = Quantization(parts, amax, scales, wishes.four_over_six)
-    ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
-    write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
-    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
+    with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:
+        scales = _input_scales(model, dest, modules, wishes)
+        conversion = Quantization(parts, encode, scales)
+        ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
+        write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
+        values = model.counted("write", tensors.values(), on_progress)
+        rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(modules)
 
 
-def _pack(found: Checkpoint, folder: Path, dest: Path, _to: str, wishes: Wishes) -> int:
+@contextmanager
+def _encoder(
+    model: Original,
+    dest: Path,
+    parts: Mapping[str, tuple[Part, ...]],
+    modules: list[str],
+    wishes: Wishes,
+    on_progress: OnProgress,
+) -> Iterator[Encode]:
+    """What quantizes a layer, by the method that is wished. GPTQ computes all of them here."""
+    if wishes.method == "round":
+        found = model.found
+        values = model.counted("measure", [found.tensors[name] for name in parts], on_progress)
+        amax = quantize.weight_amax(values, found.where, found.tensors, parts)
+        yield quantize.rounding(wishes.share_scales(amax), wishes.four_over_six)
+        return
+    gptq.check_modules(parts)
+    python = gptq.environment(os.environ)
+    with model.bf16_folder(dest) as folder:
+        rows = gptq.calibration_rows(folder, wishes.texts or gptq.default_texts())
+        with gptq.quantized(python, folder, dest, modules, rows) as encode:
+            yield encode
+
+
+def _input_scales(
+    model: Original, dest: Path, modules: list[str], wishes: Wishes
+) -> dict[str, float]:
+    """The activation scales of W4A4; empty for W4A16."""
+    if wishes.activations != "fp4":
+        return {}
+    from nibble.checkpoint.convert.calibrate import input_amax
+
+    with model.bf16_folder(dest) as folder:
+        return quantize.input_scales(modules, input_amax(folder, wishes.texts))
+
+
+def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress) -> int:
     """CloverLM, whose quantization and layout are Quartet II's."""
-    tensors = found.tensors
+    found, tensors = model.found, model.found.tensors
     if found.scheme.name != "quartet2-bf16":
         raise _not_bf16(found, "quartet-packed")
-    if wishes.exclude or wishes.texts:
-        what = "--exclude and --calibrate do not work with CloverLM"
+    if wishes.method != "round" or wishes.exclude or wishes.texts:
+        what = "--method, --exclude and --calibrate do not work with CloverLM"
         action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
+    values = model.counted("measure", [tensors[name] for name in parts], on_progress)
     conversion = Packing(
         {name: part for name, (part,) in parts.items()},
-        quantize.weight_amax(folder, tensors, parts),
+        quantize.weight_amax(values, found.where, tensors, parts),
     )
     modules = [name.removesuffix(".weight") for name in parts]
     ignore = ignore_list(
         "quartet-packed", found.config, None, modules, _plain_modules(tensors, modules)
     )
     write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
-    rewrite(folder, dest, tensors, conversion.outputs, conversion.data)
+    values = model.counted("write", tensors.values(), on_progress)
+    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
     return len(parts)
 
 

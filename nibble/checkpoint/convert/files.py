@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nibble.checkpoint.headers import DTYPE_BITS, TensorInfo
+from nibble.errors import ExitCode, NibbleError
 
 ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin at a multiple of it
 
@@ -17,6 +19,8 @@ Read = Callable[[int, int], bytearray]
 # The tensors that one tensor becomes, and their bytes in the same order.
 Outputs = Callable[[TensorInfo], list[TensorInfo]]
 Data = Callable[[TensorInfo, Read], Iterable[Any]]
+# Gives the reader of a tensor: of a folder, or of a GGUF file.
+Values = Callable[[TensorInfo], Read]
 
 
 def tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
@@ -24,40 +28,87 @@ def tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
     return TensorInfo(name, dtype, tuple(shape), math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
+def folder_values(folder: Path) -> Values:
+    """The stored bytes of the tensors of a folder."""
+
+    def of(info: TensorInfo) -> Read:
+        def read(first: int, count: int) -> bytearray:
+            data = bytearray(count)  # writable: torch views it without a warning
+            with (folder / info.file).open("rb") as file:
+                file.seek(info.offset + first)
+                file.readinto(data)
+            return data
+
+        return read
+
+    return of
+
+
+def index_names(folder: Path) -> list[str]:
+    """The indexes that a folder has."""
+    return sorted(path.name for path in folder.glob("*.safetensors.index.json"))
+
+
 def rewrite(
-    source: Path, dest: Path, tensors: Mapping[str, TensorInfo], outputs: Outputs, data: Data
+    dest: Path,
+    tensors: Mapping[str, TensorInfo],
+    values: Values,
+    outputs: Outputs,
+    data: Data,
+    indexes: Iterable[str],
 ) -> None:
-    """Write each safetensors file of `source` under its name in `dest`, and the index if any."""
+    """Write what each file of `tensors` becomes under its name in `dest`, and `indexes`.
+
+    Raises NO_FIT, before it writes, where the disk lacks the space.
+    """
     files: dict[str, list[TensorInfo]] = {}
     for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
         files.setdefault(info.file, []).append(info)
-    placed: dict[str, str] = {}
-    total_bytes = 0
+    planned = {file: [outputs(info) for info in inside] for file, inside in files.items()}
+    placed = {
+        target.name: (file, target.nbytes)
+        for file, groups in planned.items()
+        for group in groups
+        for target in group
+    }
+    total_bytes = sum(nbytes for _, nbytes in placed.values())
+    need_space(dest, total_bytes)
     for file, inside in files.items():
         (dest / file).parent.mkdir(parents=True, exist_ok=True)
-        written = _rewrite_file(source / file, dest / file, inside, outputs, data)
-        placed |= {info.name: file for info in written}
-        total_bytes += sum(info.nbytes for info in written)
-    for index in source.glob("*.safetensors.index.json"):
+        _write_file(dest / file, inside, planned[file], values, data)
+    for name in indexes:
         content = {
             "metadata": {"total_size": total_bytes},
-            "weight_map": dict(sorted(placed.items())),
+            "weight_map": {tensor: placed[tensor][0] for tensor in sorted(placed)},
         }
-        (dest / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (dest / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _rewrite_file(
-    source: Path, dest: Path, inside: list[TensorInfo], outputs: Outputs, data: Data
-) -> list[TensorInfo]:
-    planned = [outputs(info) for info in inside]
-    written = [info for group in planned for info in group]
-    with source.open("rb") as file, dest.open("wb") as out:
-        out.write(header(written))
+def need_space(dest: Path, needed_bytes: int) -> None:
+    """Raise NO_FIT where the disk of `dest` has less space than that."""
+    free_bytes = shutil.disk_usage(dest).free
+    if free_bytes < needed_bytes:
+        raise NibbleError(
+            ExitCode.NO_FIT,
+            what=f"the converted model has {needed_bytes / 1e9:.2f} GB,"
+            f" the disk of {dest.parent} has {free_bytes / 1e9:.2f} GB free",
+            action="free space on its disk, or name another folder",
+        )
+
+
+def _write_file(
+    dest: Path,
+    inside: list[TensorInfo],
+    planned: list[list[TensorInfo]],
+    values: Values,
+    data: Data,
+) -> None:
+    with dest.open("wb") as out:
+        out.write(header(info for group in planned for info in group))
         for info, group in zip(inside, planned, strict=True):
-            for target, part in zip(group, data(info, reader(file, info)), strict=True):
+            for target, part in zip(group, data(info, values(info)), strict=True):
                 count = out.write(part)
                 assert count == target.nbytes, (target, count)
-    return written
 
 
 def header(tensors: Iterable[TensorInfo]) -> bytes:
@@ -75,17 +126,3 @@ def header(tensors: Iterable[TensorInfo]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def reader(file: BinaryIO, info: TensorInfo) -> Read:
-    """A function that reads `info` from its file, as writable bytes, which torch views without a
-    warning.
-    """
-
-    def read(first: int, count: int) -> bytearray:
-        data = bytearray(count)
-        file.seek(info.offset + first)
-        file.readinto(data)  # pyright: ignore
-        return data
-
-    return read

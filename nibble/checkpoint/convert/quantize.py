@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-from nibble.checkpoint.convert.files import Read, reader, tensor
+from nibble.checkpoint.convert.files import Read, Values, tensor
 from nibble.checkpoint.fused_groups import FUSED, fused_layer
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import STACKED_EXPERTS
@@ -38,16 +37,17 @@ class Part:
     first: int = 0
 
 
+# A layer, the type that it is stored in and its reader -> bytes of codes, block scales and scale.
+Encode = Callable[[Part, str, Read], tuple[Any, Any, Any]]
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """What to write: `input_scales` by module (empty: W4A16), `amax` by module, four-over-six or
-    not.
-    """
+    """What to write: `encode` quantizes a layer; `input_scales` by module (empty: W4A16)."""
 
     parts: Mapping[str, tuple[Part, ...]]  # by the name of the stored tensor
-    amax: Mapping[str, float]
+    encode: Encode
     input_scales: Mapping[str, float]
-    four_over_six: bool
 
     def outputs(self, info: TensorInfo) -> list[TensorInfo]:
         """The tensors that a stored tensor becomes."""
@@ -71,25 +71,36 @@ class Quantization:
     def data(self, info: TensorInfo, read: Read) -> Iterator[Any]:
         """The bytes of `outputs`."""
         import torch
-        from nibble_kernels.weight_quant import quantize
 
         if info.name not in self.parts:
             yield read(0, info.nbytes)
             return
         for part in self.parts[info.name]:
-            amax = torch.tensor(self.amax[part.module])
-            weight = quantize(
-                weight_of(part, info.dtype, read), amax, four_over_six=self.four_over_six
-            )
-            yield weight.packed.numpy().data
-            yield weight.scales.view(torch.uint8).numpy().data
-            yield weight.global_scale.numpy().tobytes()
+            yield from self.encode(part, info.dtype, read)
             if self.input_scales:
                 yield (
                     torch.tensor(self.input_scales[part.module], dtype=torch.float32)
                     .numpy()
                     .tobytes()
                 )
+
+
+def rounding(amax: Mapping[str, float], four_over_six: bool) -> Encode:
+    """Each weight to the nearest value; `amax` by module sets the scale of a layer."""
+
+    def encode(part: Part, dtype: str, read: Read) -> tuple[Any, Any, Any]:
+        import torch
+        from nibble_kernels.weight_quant import quantize
+
+        largest = torch.tensor(amax[part.module])
+        weight = quantize(weight_of(part, dtype, read), largest, four_over_six=four_over_six)
+        return (
+            weight.packed.numpy().data,
+            weight.scales.view(torch.uint8).numpy().data,
+            weight.global_scale.numpy().tobytes(),
+        )
+
+    return encode
 
 
 def weight_of(part: Part, dtype: str, read: Read) -> Any:
@@ -214,27 +225,27 @@ def _stacked(
 
 
 def weight_amax(
-    folder: Path, tensors: Mapping[str, TensorInfo], parts: Mapping[str, tuple[Part, ...]]
+    values: Values,
+    where: str,
+    tensors: Mapping[str, TensorInfo],
+    parts: Mapping[str, tuple[Part, ...]],
 ) -> Amax:
-    """The largest magnitude of each layer's weight. Raises MODEL for values that are not finite."""
-    files: defaultdict[str, list[str]] = defaultdict(list)
-    for name in parts:
-        files[tensors[name].file].append(name)
+    """The largest magnitude of each layer's weight. Raises MODEL, naming `where`, for values that
+    are not finite.
+    """
     found: Amax = {}
-    for file, names in files.items():
-        with (folder / file).open("rb") as opened:
-            for name in names:
-                read = reader(opened, tensors[name])
-                for part in parts[name]:
-                    weight = weight_of(part, tensors[name].dtype, read)
-                    found[part.module] = _finite_amax(folder / file, part, weight)
+    for name in parts:
+        read = values(tensors[name])
+        for part in parts[name]:
+            weight = weight_of(part, tensors[name].dtype, read)
+            found[part.module] = _finite_amax(where, part, weight)
     return found
 
 
-def _finite_amax(file: Path, part: Part, weight: Any) -> float:
+def _finite_amax(where: str, part: Part, weight: Any) -> float:
     largest = float(weight.abs().max())
     if not math.isfinite(largest):
-        what = f"{part.module}.weight in {file} holds values that are not finite"
+        what = f"{part.module}.weight in {where} holds values that are not finite"
         raise NibbleError(ExitCode.MODEL, what=what, action="download the model again")
     return largest
 

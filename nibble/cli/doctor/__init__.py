@@ -1,1 +1,1 @@
-"""`nibble doctor`: what is wrong with this machine."""
+"""`nibble doctor`: finds what is wrong with this machine."""

@@ -36,22 +36,16 @@ COMMANDS = {
     "kernel-log.txt": ["dmesg", "--ctime", "--level", "err,warn"],
 }
 MACHINE_FILES = (
-    "/proc/meminfo",
-    "/proc/cpuinfo",
-    "/proc/mounts",
-    "/proc/self/limits",
-    "/proc/self/cgroup",
-    "/etc/os-release",
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/cpu.max",
+    "/proc/meminfo", "/proc/cpuinfo", "/proc/mounts", "/proc/self/limits", "/proc/self/cgroup",
+    "/etc/os-release", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max",
     "/proc/pressure/memory",
-)
+)  # fmt: skip
 COMMAND_TIMEOUT_S = 30
 
 
 def open_bundle(path: Path) -> BinaryIO:
-    """The new file, for this user alone. Raises CONFIG where there is one already or none can be
-    made.
+    """Create the file, readable by this user alone. Raises CONFIG where it exists or cannot be
+    created.
     """
     try:
         return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
@@ -68,7 +62,7 @@ def open_bundle(path: Path) -> BinaryIO:
 def write_bundle(
     file: BinaryIO, report: Report, environ: Mapping[str, str], model: str | None
 ) -> int:
-    """Write a .tar.gz into `file`; how many files it holds. Raises NO_FIT where the disk is
+    """Write a .tar.gz into `file`; returns the number of its files. Raises NO_FIT where the disk is
     full.
     """
     try:
@@ -103,9 +97,7 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def _secrets(environ: Mapping[str, str], others: list[dict[str, str]]) -> set[str]:
-    """Of this process, of the servers that run here, of the files that hold keys, and of
-    settings files.
-    """
+    """Secrets of this process, of the servers that run here, of key files and of settings files."""
     values: set[str] = set()
     for each in (environ, *others):
         folders = {_cache(each), cache_dir(each)}
@@ -118,7 +110,7 @@ def _secrets(environ: Mapping[str, str], others: list[dict[str, str]]) -> set[st
 
 
 def _cache(environ: Mapping[str, str]) -> Path:
-    """nibble's own state; where the settings cannot be read, the folder it has without them."""
+    """nibble's cache folder; its default where the settings cannot be read."""
     try:
         return read_wishes([], environ).cache
     except NibbleError:
@@ -131,7 +123,7 @@ def _files(
     model: str | None,
     processes: list[tuple[int, str, dict[str, str]]],
 ) -> Iterator[tuple[str, Any]]:
-    """(name, text or plain data) of everything; what cannot be had is left out."""
+    """(name, text or plain data) of each file; unavailable ones are omitted."""
     yield "doctor.json", report.to_json()
     yield "environment.json", shown_variables(dict(sorted(environ.items())))
     yield "hardware.json", detect(environ).to_json()
@@ -162,7 +154,7 @@ def _files(
 
 
 def _plan(environ: Mapping[str, str], model: str | None) -> Iterator[tuple[str, Any]]:
-    """The plan for the model, or why there is none; and what a running server says of itself."""
+    """The plan for the model, or why there is none; and the status of a running server."""
     try:
         yield "status.json", read_status(environ)
     except NibbleError as error:
@@ -176,9 +168,7 @@ def _plan(environ: Mapping[str, str], model: str | None) -> Iterator[tuple[str, 
 
 
 def _own_files(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The user's TOML, logs, last fault, failed starts, servers in the background: never the
-    key.
-    """
+    """The user's TOML, logs, last fault, failed starts, background servers; never the key."""
     cache = _cache(environ)
     with contextlib.suppress(OSError):  # written without a look at the settings
         yield "nibble/last-fault.txt", _tail(cache_dir(environ) / "last-fault.txt")

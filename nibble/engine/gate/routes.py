@@ -1,10 +1,9 @@
-"""Which routes of the vLLM server nibble lets through, and why.
+"""The routes of the vLLM server that the gate passes on.
 
-The rule: a route is listed when all it does is run inference or tokenization on the request's own
-content, or report on the server. Whatever changes the server, aborts other people's requests, loads
-something, or is a second door to a listed route stays unlisted and answers 404.
-tests/e2e/test_gate_routes.py holds the reason for each unlisted route of vLLM 0.32.0 and fails when
-vLLM registers a route that is in neither list.
+A listed route runs inference or tokenization on the content of the request, or reports on the
+server. A route that changes the server, aborts other clients' requests, loads data, or duplicates a
+listed route is not listed, and the gate answers 404. tests/e2e/test_gate_routes.py has the reason
+for each unlisted route of vLLM 0.32.0 and fails for a route in neither list.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-WEBSOCKET = "WEBSOCKET"  # stands where HTTP has its method
+WEBSOCKET = "WEBSOCKET"  # in place of the HTTP method
 
-# Open without a key. Once ready, vLLM answers /health (it notices a dead engine); the gate answers
-# /ready.
+# Routes that need no key. The gate answers /ready. Once the server is ready, vLLM answers /health,
+# because it notices a dead engine.
 HEALTH_PATH = "/health"
 READY_PATH = "/ready"
 OPEN_PATHS = frozenset({HEALTH_PATH, READY_PATH})
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 
-# OPTIONS: CORS preflight, answered by vLLM's own CORS middleware
+# OPTIONS: CORS preflight requests, which vLLM's CORS middleware answers.
 _POST = frozenset({"POST", "OPTIONS"})
 _GET = frozenset({"GET", "OPTIONS"})
 
@@ -49,7 +48,7 @@ LISTED: dict[str, frozenset[str]] = {
     "/score": _POST,
     "/v1/score": _POST,
     "/classify": _POST,
-    # vLLM's own: scoring and structured answers by the served model
+    # vLLM's extensions: scoring and structured answers by the served model
     "/generative_scoring": _POST,
     "/v1/systemone": _POST,
     # Needed by evaluation and benchmark tools
@@ -60,30 +59,24 @@ LISTED: dict[str, frozenset[str]] = {
     "/metrics": _GET,
 }
 
-# /v1/responses/{response_id} and its /cancel: the random id names the caller's own request.
+# /v1/responses/{response_id} and /cancel: only the client of a response knows its random id.
 _RESPONSE = re.compile(r"/v1/responses/(?!render(?:/|\Z))[A-Za-z0-9_-]{1,128}(/cancel)?", re.ASCII)
 
 
 def allowed_methods(path: str) -> frozenset[str] | None:
-    """The methods let through on `path`, which is `router_path`'s; None where the path is not
-    listed.
-    """
+    """The methods that are passed on for `path` (see router_path); None if it is not listed."""
     methods = LISTED.get(path)
-    if (
-        methods is None
-        and path.startswith("/v1/responses/")
-        and (found := _RESPONSE.fullmatch(path))
-    ):
-        return _POST if found[1] else _GET
+    is_response = methods is None and path.startswith("/v1/responses/")
+    if is_response and (match := _RESPONSE.fullmatch(path)):
+        return _POST if match[1] else _GET
     return methods
 
 
 def router_path(scope: dict[str, Any]) -> str:
-    """The path vLLM's router will match: `scope["path"]` less the root path.
+    """The path that vLLM's router matches: `scope["path"]` without the root path.
 
-    Must agree with starlette 1.10 _utils.py get_route_path (the end-to-end test compares them): a
-    root path is only taken off where a "/" follows it, and a path that does not begin with it is
-    routed as it is.
+    Agrees with starlette 1.10 _utils.py get_route_path, which tests/e2e/test_gate_routes.py checks:
+    a root path is removed only if a "/" follows it; other paths are routed unchanged.
     """
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
@@ -94,12 +87,11 @@ def router_path(scope: dict[str, Any]) -> str:
 
 
 def is_canonical(scope: dict[str, Any]) -> bool:
-    """Whether the path came as it reads: nothing percent-encoded.
+    """Whether the path is not percent-encoded.
 
-    Every listed path is plain ASCII, so an encoded byte in it (%2e%2e, %2F, %00, %68ealth) is a
-    probe. Doubled slashes, dots, trailing slashes and other case need no rule: no listed path has
-    them. Servers that do not send raw_path (it is optional in ASGI) leave the decoded path alone to
-    decide.
+    Every listed path is plain ASCII, so an encoded byte (%2e%2e, %2F, %00, %68ealth) is a probe.
+    Doubled slashes, dots, trailing slashes and other case need no check, because no listed path has
+    them. raw_path is optional in ASGI; without it the decoded path decides.
     """
     raw_path: bytes | None = scope.get("raw_path")
     return raw_path is None or b"%" not in raw_path

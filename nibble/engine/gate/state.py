@@ -1,8 +1,8 @@
 """The state file that supervisor and gate share: starting, ready, paused or draining.
 
-A file mapped by both sides. The supervisor writes it (`create`, `set`); the gate, inside each vLLM
-API process, reads it once per request (`open`, `get`, about a microsecond). Everything that cannot
-be read counts as "starting", so a gate without its supervisor stays closed.
+Both processes map the file. The supervisor writes it (`create`, `set`). The gate, inside each vLLM
+API process, reads it once per request (`open`, `get`, about a microsecond). A file that cannot be
+read counts as "starting", so a gate without a supervisor refuses requests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Literal
 
 State = Literal["starting", "ready", "draining", "paused"]
 
-# Layout, fixed size: magic, one state byte, then the phase as UTF-8 padded with NUL. The state is
-# one byte because one byte cannot be read half-written by another process; the phase is for people
-# and may be.
+# Layout of fixed size: magic, one state byte, the phase in UTF-8 padded with NUL. Another process
+# cannot read one byte half-written. It can read a half-written phase, which is only for people.
 _MAGIC = b"nblgate1"
 _STATE_OFFSET = len(_MAGIC)
 _PHASE_OFFSET = _STATE_OFFSET + 1
@@ -30,7 +29,7 @@ _CLOSED: tuple[State, str] = ("starting", "")
 
 
 class GateState:
-    """One mapping of the state file; made with `create` (writer) or `open` (reader)."""
+    """A mapping of the state file. Use `create` for the writer and `open` for a reader."""
 
     def __init__(self, path: Path, mapped: mmap.mmap | None, writable: bool) -> None:
         self.path = path
@@ -41,11 +40,10 @@ class GateState:
 
     @classmethod
     def create(cls, path: str | Path) -> GateState:
-        """A new state file (mode 0600, state "starting") in place of any old one, mapped for
-        writing.
+        """Create the state file (mode 0600, state "starting"), replace an old one, and map it.
 
-        Readers never see it half-made: it is filled under another name and renamed. OSError where
-        the folder cannot be written.
+        The file is written under another name and then renamed, so readers see only whole files.
+        Raises OSError if the folder is not writable.
         """
         path = Path(path)
         scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -65,24 +63,21 @@ class GateState:
 
     @classmethod
     def open(cls, path: str | Path) -> GateState:
-        """A reader. Never fails: a missing file is looked for again at each `get`."""
+        """A reader. Never fails: `get` tries again to open a missing file."""
         path = Path(path)
         return cls(path, _map_for_reading(path), writable=False)
 
     def set(self, state: State, phase: str) -> None:
-        """Publish `state`; `phase` is cut to PHASE_BYTES of UTF-8. Only for the creator
-        (RuntimeError otherwise).
-        """
+        """Write `state` and at most PHASE_BYTES of `phase`. Raises RuntimeError in a reader."""
         if self._mapped is None or not self._writable:
             raise RuntimeError(f"the gate state {self.path} is not open for writing")
         text = phase.encode()[:PHASE_BYTES].decode(errors="ignore").encode()
         self._mapped[_PHASE_OFFSET:FILE_BYTES] = text.ljust(PHASE_BYTES, b"\0")
-        self._mapped[_STATE_OFFSET] = _CODES[
-            state
-        ]  # last: a reader of the new state finds its phase
+        # Last, so that a reader of the new state also reads its phase.
+        self._mapped[_STATE_OFFSET] = _CODES[state]
 
     def get(self) -> tuple[State, str]:
-        """The current (state, phase); ("starting", "") where there is nothing readable."""
+        """The current (state, phase); ("starting", "") if the file cannot be read."""
         if self._mapped is None:
             self._mapped = _map_for_reading(self.path)
             if self._mapped is None:
@@ -95,7 +90,7 @@ class GateState:
         return self._last
 
     def close(self) -> None:
-        """Unmap. The file stays: its folder is not removed here."""
+        """Unmap the file, without removing it."""
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
@@ -107,8 +102,7 @@ def _map_for_reading(path: Path) -> mmap.mmap | None:
     except (OSError, ValueError):
         return None
     try:
-        # The size is checked first: reading a mapping beyond the end of its file kills the process
-        # (SIGBUS).
+        # Reading a mapping beyond the end of its file kills the process with SIGBUS.
         if os.fstat(descriptor).st_size != FILE_BYTES:
             return None
         mapped = mmap.mmap(descriptor, FILE_BYTES, access=mmap.ACCESS_READ)

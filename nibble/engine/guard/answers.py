@@ -1,4 +1,4 @@
-"""Shortens vLLM's error answers that repeat the request (1 MB of request, 1.3 MB of answer)."""
+"""Shortens vLLM's error answers, which repeat the request: 1.3 MB for a request of 1 MB."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ MAX_MESSAGE_CHARS = 2048
 
 
 def with_short_errors(send: Send) -> Send:
-    """A `send` that passes good answers on at once, and errors (status 400 and up) when
-    they are complete.
+    """An ASGI `send` that collects errors (status 400 and above) and shortens them.
+
+    It passes other answers on piece by piece.
     """
     start: Message | None = None
     pieces: list[bytes] = []
@@ -42,8 +43,9 @@ def with_short_errors(send: Send) -> Send:
 
 
 def shortened(body: bytes) -> bytes:
-    """An error in OpenAI's shape with the beginning of its message; any other body by its
-    beginning.
+    """A JSON error in OpenAI's shape with the beginning of the message.
+
+    A body of another shape becomes the message.
     """
     try:
         error = dict(msgspec.json.decode(body)["error"])

@@ -1,4 +1,4 @@
-"""Reads a request's body within its limits, checks it, and hands it to vLLM in one piece."""
+"""Reads a request's body within the limits, checks it, and passes it to vLLM in one piece."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Turn = Callable[[], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
-# The event loop answers others after each slice.
+# The scan of a piece lets the event loop run after each slice.
 _SLICE_BYTES = 1 << 16
-# Not refused where other bodies take all the room: as many as there may be connections take 256
-# MiB.
+# Bodies of at most this size are accepted even when other bodies fill the buffer: with the greatest
+# number of connections they take 256 MiB together.
 SMALL_BODY_BYTES = 1 << 16
 
 
 class Disconnected(Exception):
-    """The client went away, or was sent away, before its body was whole."""
+    """The connection ended before the whole body arrived."""
 
 
 class Bodies:
-    """The bodies of one API process; all that are held together stay below `max_buffered_bytes`."""
+    """Counts the bytes of all bodies in one API process, for the limit `max_buffered_bytes`."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
@@ -36,8 +36,9 @@ class Bodies:
 
 
 class Held:
-    """The body of one request, from its first byte to the end of its answer: starlette keeps it
-    for as long. A context.
+    """Counts the body of one request until the end of its answer. A context manager.
+
+    starlette keeps the body in memory for the same time.
     """
 
     def __init__(self, bodies: Bodies) -> None:
@@ -51,7 +52,11 @@ class Held:
         self._bodies.held_bytes -= self._bytes
 
     async def read(self, declared_bytes: int, receive: Receive, scan: JsonScan | None) -> bytes:
-        """The whole body. Raises Refused over a limit, before more is read, and Disconnected."""
+        """The whole body.
+
+        declared_bytes: from the header, 0 if unknown; scan: checks JSON while it arrives.
+        Raises Refused as soon as a limit is exceeded, and Disconnected.
+        """
         self._check_size(declared_bytes)
         pieces: list[bytes] = []
         while True:
@@ -88,12 +93,11 @@ async def _scan(scan: JsonScan, piece: bytes) -> None:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON value, with the strictness of RFC 8259: UTF-8 without byte order mark, no NaN, no
-    lone surrogates.
+    """The JSON value of a body, by RFC 8259: UTF-8, no byte order mark, NaN or lone surrogates.
 
-    vLLM's json.loads also takes UTF-16, NaN and lone surrogates, and fails on them later with
-    status 500. What both take means the same to both: the last of equal keys counts, whole numbers
-    keep their size.
+    vLLM's json.loads accepts UTF-16, NaN and lone surrogates too, and later fails with status 500.
+    Both parsers read an accepted body alike: the last of equal keys counts, and integers have any
+    size. Raises Refused.
     """
     try:
         return msgspec.json.decode(body)
@@ -103,15 +107,14 @@ def parse(body: bytes) -> Any:
 
 
 def with_field(body: bytes, name: str, value: int) -> bytes:
-    """The object with one more field, which replaces an equal one before it: parsers keep the
-    last.
-    """
+    """The JSON object `body` with one more field, which replaces an equal key before it."""
     return b'%s,"%s":%d}' % (body.rstrip()[:-1], name.encode(), value)
 
 
 def replayed(body: bytes, receive: Receive, turn: Turn | None = None) -> Receive:
-    """A `receive` that gives the body in one message, when its `turn` has come, and then
-    whatever `receive` gives.
+    """A `receive` that returns the body in one message, then the messages of `receive`.
+
+    turn: awaited before the body is returned.
     """
     waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -1,7 +1,7 @@
-"""Limits the connections of an API process, and the time one may take to send a request.
+"""Limits the number of connections of an API process, and the time to send a request.
 
-uvicorn 0.54 closes a connection that idles after an answer (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s) and
-nothing else: one that never sends a request, or half of one, stays for ever.
+uvicorn 0.54 closes only connections that are idle after an answer (VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+5 s). A connection without a request, or with half of a request, would stay open.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from nibble.engine.gate.state import GateState
 from nibble.engine.guard.limits import RequestLimits
 from nibble.engine.guard.protocol import GuardedProtocol, httptools_config
 
-# uvicorn's 16 MiB of JSON take vLLM's event loop 2.6 s to parse. 24 s of audio at 16 kHz in base64
-# are as large as this.
+# With uvicorn's default of 16 MiB, vLLM's event loop parses one message for 2.6 s. 1 MiB holds 24 s
+# of audio at 16 kHz in base64.
 WEBSOCKET_MESSAGE_BYTES = 1 << 20
 _SWEEP_S = 0.25
-# The age at which a connection without a whole request ends in a drain: nibble's own requests come
-# whole.
+# In a drain, a connection without a whole request is closed at this age. nibble's requests arrive
+# whole, so they are not affected.
 _DRAIN_AGE_S = 0.5
 
 
 def guard_connections(app: Any, limits: RequestLimits, state: GateState) -> None:
-    """Put GuardedProtocol into the uvicorn server of `app`, before it listens. Raises
-    MissingAttribute.
+    """Make the uvicorn server of `app` use GuardedProtocol. Raises MissingAttribute.
 
-    vLLM 0.32 sets `app.state.server` before it serves (launchers/launcher.py:232), and uvicorn 0.54
-    runs the lifespan before it listens and asks its config for the class at each connection
-    (server.py startup).
+    Called during the lifespan's startup: vLLM 0.32 has then set `app.state.server`
+    (launchers/launcher.py:232), and uvicorn 0.54 does not listen yet. uvicorn reads the class from
+    its config at each connection (server.py startup).
     """
     config = httptools_config(app)
     connections = Connections(limits, state)
@@ -39,9 +38,7 @@ def guard_connections(app: Any, limits: RequestLimits, state: GateState) -> None
 
 
 class Connections:
-    """All connections, and apart those that have sent no whole request, the one that waits
-    longest first.
-    """
+    """Counts all connections, and lists those without a whole request, oldest first."""
 
     def __init__(self, limits: RequestLimits, state: GateState) -> None:
         self.limits = limits
@@ -53,7 +50,7 @@ class Connections:
         self._last_sweep = 0.0
 
     def add(self, connection: GuardedProtocol) -> bool:
-        """Count it; False where it is over the limits and no other connection can give way."""
+        """Count a new connection. False if a limit is reached and no waiting one can be closed."""
         address = connection.address
         limits = self.limits
         is_full = (
@@ -66,7 +63,7 @@ class Connections:
         return not is_full
 
     def remove(self, connection: GuardedProtocol) -> None:
-        """It is closed."""
+        """The connection is closed."""
         self.has_request(connection)
         address = connection.address
         self._total -= 1
@@ -76,24 +73,25 @@ class Connections:
             self._waiting_at.pop(address, None)
 
     def wait_for_request(self, connection: GuardedProtocol) -> None:
-        """It has not sent the whole of its (next) request."""
+        """The connection has not sent the whole of its (next) request."""
         self._waiting[connection] = None
         self._waiting_at.setdefault(connection.address, {})[connection] = None
 
     def has_request(self, connection: GuardedProtocol) -> None:
-        """Its request is whole: it is vLLM's turn."""
+        """The connection's request is whole: deadlines no longer apply."""
         self._waiting.pop(connection, None)
         self._waiting_at.get(connection.address, {}).pop(connection, None)
 
     def sweep(self) -> None:
-        """Close what is late, and in a drain all that has sent no whole request. Runs every
-        _SWEEP_S.
+        """Close connections past their deadline; in a drain, all without a whole request.
+
+        Runs every _SWEEP_S seconds.
         """
         loop = asyncio.get_running_loop()
-        # First, so that an exception below ends one sweep and not all
+        # First, so that an exception below ends only this sweep.
         loop.call_later(_SWEEP_S, self.sweep)
         now = loop.time()
-        # After a standstill of the event loop, what arrived meanwhile is read first.
+        # If the event loop was blocked, it first reads the data that arrived meanwhile.
         is_late = now - self._last_sweep > 4 * _SWEEP_S
         self._last_sweep = now
         if not is_late:
@@ -108,6 +106,6 @@ class Connections:
         oldest = next(iter(waiting), None)
         if oldest is None:
             return False
-        self.has_request(oldest)  # it gives way once
+        self.has_request(oldest)  # removes it from the lists
         oldest.transport.abort()
         return True

@@ -1,4 +1,4 @@
-"""The contents of a parsed body: numbers, answers, prompts, messages and texts. Pure."""
+"""Counts the contents of a parsed body: answers, prompts, messages and texts. Pure."""
 
 from __future__ import annotations
 
@@ -11,50 +11,26 @@ CHAT = "/v1/chat/completions"
 BATCH = "/v1/chat/completions/batch"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
-# Their prompts are messages; vLLM ignores a field with the name of another route's prompts.
+# On these routes the prompt is a list of messages; vLLM ignores prompt fields of other routes.
 _CHATS = frozenset({CHAT, RESPONSES, "/v1/messages", "/v1/messages/count_tokens"})
+# Fields with one or more prompts.
 _SEQUENCES = frozenset(
-    {
-        "prompt",
-        "input",
-        "inputs",
-        "texts",
-        "documents",
-        "queries",
-        "data_1",
-        "data_2",
-        "text_1",
-        "text_2",
-        "items",
-    }
+    "prompt input inputs texts documents queries data_1 data_2 text_1 text_2 items".split()
 )
-# Keys of media in base64 or a URL, and of constraints, which do not count as text of the prompt.
+# Fields that are not text of the prompt: media (in base64 or as a URL), and constraints.
 MEDIA_KEYS = frozenset(
-    {
-        "image_url",
-        "audio_url",
-        "video_url",
-        "input_audio",
-        "image_embeds",
-        "audio_embeds",
-        "image",
-        "images",
-        "audio",
-        "video",
-        "videos",
-        "source",
-        "file_data",
-        "data",
-    }
+    "image_url audio_url video_url input_audio image_embeds audio_embeds image images audio video"
+    " videos source file_data data".split()
 )
 NO_TEXT_KEYS = frozenset(
     {"prompt_embeds", "structured_outputs", "response_format", "kv_transfer_params"}
 )
 
 
-def whole(value: Any) -> int:
-    """A number as pydantic gives it to vLLM, which also takes "+5", "5.0" and "5_0"; 0 for what
-    vLLM refuses.
+def to_int(value: Any) -> int:
+    """The integer that pydantic makes of a field; 0 for a value that vLLM refuses.
+
+    pydantic also accepts "+5", "5.0" and "5_0".
     """
     if not isinstance(value, str | int | float):
         return 0
@@ -68,32 +44,31 @@ def whole(value: Any) -> int:
         return 0
 
 
-def answers(body: Body) -> int:
-    """Answers to each prompt."""
-    return max(1, whole(body.get("n")), whole(body.get("best_of")))
+def count_answers(body: Body) -> int:
+    """Answers per prompt."""
+    return max(1, to_int(body.get("n")), to_int(body.get("best_of")))
 
 
-def prompts(path: str, body: Body) -> int:
-    """Prompts of the request."""
+def count_prompts(path: str, body: Body) -> int:
+    """Prompts of a request on the route `path`."""
     if path in _CHATS:
         return 1
     if path == BATCH:
-        return _prompts(body.get("messages"))
-    return max((_prompts(body[name]) for name in _SEQUENCES & body.keys()), default=1)
+        return _prompts_in(body.get("messages"))
+    return max((_prompts_in(body[name]) for name in _SEQUENCES & body.keys()), default=1)
 
 
-def _prompts(value: Any) -> int:
-    """How many prompts a field holds: a list of numbers is one."""
+def _prompts_in(value: Any) -> int:
+    """Prompts in a field: a list of token ids is one prompt."""
     if not isinstance(value, list) or not value or isinstance(value[0], int | float):
         return 1
     return len(value)
 
 
-def messages(path: str, body: Body, most: int) -> int:
-    """Messages of a conversation; one that consists of parts, of tool calls or of a tool's results
-    counts each.
+def count_messages(path: str, body: Body, limit: int) -> int:
+    """Messages of a conversation. Each part of a message and each tool call counts as one.
 
-    The counting ends above `most`.
+    Stops counting above `limit`.
     """
     names = (
         ("messages", "system", "documents", "input")
@@ -104,10 +79,10 @@ def messages(path: str, body: Body, most: int) -> int:
         names = (*names, "documents")
     waiting = [body[name] for name in names if isinstance(body.get(name), list)]
     total = 0
-    while waiting and total <= most:
-        one = waiting.pop()
-        inner = one if isinstance(one, list) else _parts(one) if isinstance(one, dict) else ()
-        if inner and len(inner) <= most:
+    while waiting and total <= limit:
+        each = waiting.pop()
+        inner = each if isinstance(each, list) else _parts(each) if isinstance(each, dict) else ()
+        if inner and len(inner) <= limit:
             waiting += inner
         else:
             total += max(1, len(inner))
@@ -123,19 +98,19 @@ def _parts(message: Body) -> list[Any]:
 
 
 def texts(value: Any, skipped: frozenset[str]) -> Iterator[str]:
-    """All strings in `value` except keys, and except the values of the keys `skipped`."""
+    """All strings in `value`, without keys and without the values of the keys `skipped`."""
     waiting = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, list):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += [inner for key, inner in one.items() if key not in skipped]
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            waiting += [inner for key, inner in each.items() if key not in skipped]
 
 
-def chars(value: Any) -> int:
+def count_chars(value: Any) -> int:
     """Characters of a string or of a list of strings."""
-    found: Iterable[Any] = value if isinstance(value, list) else [value]
-    return sum(len(text) for text in found if isinstance(text, str))
+    items: Iterable[Any] = value if isinstance(value, list) else [value]
+    return sum(len(text) for text in items if isinstance(text, str))

@@ -1,4 +1,4 @@
-"""Fields of a parsed body whose values cost vLLM seconds, or status 500, for one request. Pure."""
+"""Refuses field values that cost vLLM seconds of CPU time or end in status 500. Pure."""
 
 from __future__ import annotations
 
@@ -11,70 +11,53 @@ from nibble.engine.guard.contents import (
     MEDIA_KEYS,
     NO_TEXT_KEYS,
     Body,
-    answers,
-    chars,
-    messages,
-    prompts,
+    count_answers,
+    count_chars,
+    count_messages,
+    count_prompts,
     texts,
 )
 from nibble.engine.guard.limits import SMALL_BYTES, RequestLimits
 from nibble.engine.guard.logprob_fields import logprob_problem
 
-# Each token of each answer is compared with them.
-MAX_STOP_CHARS = 4096
-MAX_BAD_WORDS = 128  # vllm 0.32 VLLM_MAX_NUM_BAD_WORDS, which is asked after all are tokenized
+MAX_STOP_CHARS = 4096  # vLLM compares each token of each answer with them
+# vLLM 0.32 checks its limit, VLLM_MAX_NUM_BAD_WORDS, only after it has tokenized all of them.
+MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_CHARS = 8192
 MAX_LOGIT_BIAS = 1024
-MAX_BEAM_WIDTH = 64  # each step of a search asks for twice as many log-probs for each beam
+MAX_BEAM_WIDTH = 64  # each step of a beam search computes twice as many log-probs for each beam
 MAX_NAME_CHARS = 1024
 LEAST_TEXT_CHARS = 4 << 20
-TEXT_CHARS_PER_TOKEN = 8  # twice what English takes
-# Evaluations send batches of prompts as token ids, OpenAI's clients 1000 x 250 ids to embed at a
-# time.
+TEXT_CHARS_PER_TOKEN = 8  # twice the average of English text
+# Evaluation tools send batches of prompts as token ids; OpenAI's clients send 1000 x 250 ids in one
+# request for embeddings.
 LEAST_ITEMS, LEAST_POOLING_ITEMS = 1 << 18, 1 << 20
 POOLING_FACTOR = 2
 
-# What costs little however it is set, in a body of SMALL_BYTES.
-_PLAIN = frozenset(
-    {
-        "frequency_penalty",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "min_p",
-        "presence_penalty",
-        "seed",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_p",
-        "model",
-    }
+# In a body of SMALL_BYTES no value of these fields costs much.
+_CHEAP_FIELDS = frozenset(
+    "frequency_penalty max_completion_tokens max_tokens messages min_p presence_penalty seed stream"
+    " stream_options temperature top_k top_p model".split()
 )
 
 _NAMES = frozenset(
     {"model", "user", "request_id", "cache_salt", "session_id", "previous_response_id"}
 )
-# One pass each and no token generated: OpenAI allows 2048 inputs of /v1/embeddings.
+# Routes that run one pass per input and generate no tokens, so they allow more inputs. OpenAI's
+# limit for /v1/embeddings is 2048.
 _POOLING = frozenset(
-    {
-        "/v1/embeddings",
-        "/v2/embed",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/score",
-        "/v1/score",
-        "/classify",
-    }
+    "/v1/embeddings /v2/embed /rerank /v1/rerank /v2/rerank /score /v1/score /classify".split()
 )
 _STOPS = frozenset({"stop", "stop_sequences"})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What limits hang on; None where the app does not say (an app without an engine)."""
+    """Facts of the served model that limits depend on; None if unknown (an app without an engine).
+
+    longest_token_chars: characters of the longest token; takes_media: it accepts images, audio or
+    video.
+    """
 
     context_tokens: int | None = None
     longest_token_chars: int | None = None
@@ -96,20 +79,19 @@ class ModelFacts:
         )
 
     def max_items(self, path: str, limits: RequestLimits) -> int:
-        """A prompt may come as token ids, so the context must fit."""
+        """The limit for items of a JSON body: a prompt as token ids that fills the context fits."""
         least = LEAST_POOLING_ITEMS if path in _POOLING else LEAST_ITEMS
         return limits.max_json_items or least + 2 * (self.context_tokens or 0)
 
     def max_textchars(self, limits: RequestLimits) -> int:
-        """Of all text of a request."""
+        """The limit for the characters of all text in a request."""
         least = max(LEAST_TEXT_CHARS, TEXT_CHARS_PER_TOKEN * (self.context_tokens or 0))
         return limits.max_text_chars or least
 
     def max_promptchars(self) -> int | None:
-        """Of one text: what the context holds if each token is the vocabulary's longest.
+        """The limit for the characters of one text: a context full of the longest token.
 
-        vLLM refuses longer texts by the same rule (vllm 0.32 renderers/params.py:384), but not for
-        /tokenize.
+        vLLM has the same limit (vllm 0.32 renderers/params.py:384), except for /tokenize.
         """
         if self.context_tokens is None or self.longest_token_chars is None:
             return None
@@ -117,10 +99,13 @@ class ModelFacts:
 
 
 def is_small(path: str, body: Body, size: int, limits: RequestLimits) -> bool:
-    """Most requests: nothing in them can be too many or too long, and they have no grammar."""
+    """Whether a body of `size` bytes needs no check of its fields, as is true of most requests.
+
+    Nothing in it can exceed a limit, and it has no grammar.
+    """
     return (
         size <= SMALL_BYTES
-        and body.keys() <= _PLAIN
+        and body.keys() <= _CHEAP_FIELDS
         and path != BATCH
         and limits.allow_small_bodies
     )
@@ -129,7 +114,7 @@ def is_small(path: str, body: Body, size: int, limits: RequestLimits) -> bool:
 def field_problem(
     path: str, body: Body, size: int, limits: RequestLimits, facts: ModelFacts
 ) -> str | None:
-    """The reason to refuse `body`, which came in `size` bytes; None where it may pass."""
+    """The reason to refuse `body` of `size` bytes, or None."""
     problems = (
         _long_names(body),
         _too_many(body, path, limits),
@@ -153,33 +138,33 @@ def _long_names(body: Body) -> str | None:
 
 
 def _too_many(body: Body, path: str, limits: RequestLimits) -> str | None:
-    if messages(path, body, limits.max_messages) > limits.max_messages:
+    if count_messages(path, body, limits.max_messages) > limits.max_messages:
         return (
             f"The request has more than {limits.max_messages} messages and parts"
             " (NIBBLE_MAX_MESSAGES)."
         )
-    if body.get("use_beam_search") and answers(body) > MAX_BEAM_WIDTH:
+    if body.get("use_beam_search") and count_answers(body) > MAX_BEAM_WIDTH:
         return f"`n` is above {MAX_BEAM_WIDTH}, the widest beam search."
-    most = limits.max_sequences
+    limit = limits.max_sequences
     if path in _POOLING:
-        if prompts(path, body) > (most := most * POOLING_FACTOR):
+        if count_prompts(path, body) > (limit := limit * POOLING_FACTOR):
             return (
-                f"The request has more than {most} inputs ({POOLING_FACTOR} times"
+                f"The request has more than {limit} inputs ({POOLING_FACTOR} times"
                 " NIBBLE_MAX_SEQUENCES)."
             )
-    elif sequences(path, body) > most:
-        return f"The request asks for more than {most} sequences (NIBBLE_MAX_SEQUENCES)."
+    elif count_sequences(path, body) > limit:
+        return f"The request asks for more than {limit} sequences (NIBBLE_MAX_SEQUENCES)."
     return None
 
 
-def sequences(path: str, body: Body) -> int:
-    """Prompts times answers: what the engine runs for the request."""
-    return prompts(path, body) * answers(body)
+def count_sequences(path: str, body: Body) -> int:
+    """Prompts times answers: the sequences that the engine runs for the request."""
+    return count_prompts(path, body) * count_answers(body)
 
 
 def _stop_problem(body: Body) -> str | None:
     for name in _STOPS & body.keys():
-        if chars(body[name]) > MAX_STOP_CHARS:
+        if count_chars(body[name]) > MAX_STOP_CHARS:
             return f"`{name}` has more than {MAX_STOP_CHARS} characters."
     return None
 
@@ -188,7 +173,7 @@ def _bad_words_problem(body: Body) -> str | None:
     words = body.get("bad_words")
     if isinstance(words, list) and len(words) > MAX_BAD_WORDS:
         return f"`bad_words` has more than {MAX_BAD_WORDS} entries."
-    if chars(words) > MAX_BAD_WORDS_CHARS:
+    if count_chars(words) > MAX_BAD_WORDS_CHARS:
         return f"`bad_words` has more than {MAX_BAD_WORDS_CHARS} characters."
     return None
 
@@ -201,8 +186,8 @@ def _bias_problem(body: Body) -> str | None:
 
 
 def _extra_arguments_problem(body: Body) -> str | None:
-    """vLLM puts these two and `vllm_xargs` into one dict and reads them as objects: status 500
-    for others.
+    """Two keys that `vllm_xargs` may not have: vLLM merges it with the fields of the same names,
+    and other values than objects end in status 500.
     """
     extra = body.get("vllm_xargs")
     for name in ("kv_transfer_params", "ec_transfer_params"):
@@ -214,11 +199,11 @@ def _extra_arguments_problem(body: Body) -> str | None:
 
 
 def _token_problem(path: str, body: Body, size: int, facts: ModelFacts) -> str | None:
-    """vLLM refuses these too, after it has looked at each token."""
-    most, prompt = facts.context_tokens, body.get("prompt")
+    """A prompt of token ids that exceeds the context. vLLM checks that only after each token."""
+    limit, prompt = facts.context_tokens, body.get("prompt")
     if (
-        most is None
-        or size <= 2 * most
+        limit is None
+        or size <= 2 * limit
         or path != COMPLETIONS
         or body.get("truncate_prompt_tokens") is not None
     ):
@@ -226,10 +211,10 @@ def _token_problem(path: str, body: Body, size: int, facts: ModelFacts) -> str |
     if not isinstance(prompt, list) or not prompt:
         return None
     tokens = len(prompt) if isinstance(prompt[0], int) else max(map(_length, prompt))
-    if tokens > most:
+    if tokens > limit:
         return (
-            f"A prompt of {tokens} tokens cannot fit: this model's maximum context length is {most}"
-            " tokens."
+            f"A prompt of {tokens} tokens cannot fit: this model's maximum context length is"
+            f" {limit} tokens."
         )
     return None
 

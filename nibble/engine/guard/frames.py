@@ -1,4 +1,4 @@
-"""Values between the API process and the grammar worker: a length, then marshal."""
+"""Frames between the API process and the grammar worker: a length, then marshalled data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-# From version 3 on equal objects can have different bytes, and the bytes of a request are what it
-# is remembered by.
+# From version 3 on, equal objects can have different bytes; the bytes of a request are the key of
+# the cache of results.
 MARSHAL_VERSION = 2
 
 
 def packed(value: Any) -> bytes:
-    """One value, ready to be sent."""
+    """The frame of one value."""
     data = marshal.dumps(value, MARSHAL_VERSION)
     return _LENGTH.pack(len(data)) + data
 
 
 def unpacked(received: bytearray) -> Iterator[Any]:
-    """The values that have come whole, taken out of `received`."""
+    """The values of all whole frames, which are removed from `received`."""
     while len(received) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
         if len(received) < end:

@@ -1,8 +1,8 @@
-"""Compiles a request's structured outputs as the engine will; runs in the worker's children.
+"""Compiles a request's structured outputs as the engine does. Runs in the worker's children.
 
-Everything here is vLLM's own code on the server's own objects: the request model, the tool and
-reasoning parser, the validation that picks a backend, the backend. So what compiles here compiles
-in the engine.
+It calls vLLM's code with the server's objects: the request model, the tool and reasoning parser,
+the validation that chooses a backend, and the backend. So a grammar that compiles here also
+compiles in the engine.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ from typing import Any
 
 from nibble.engine.guard.grammar_fields import ANTHROPIC, BATCH, COMPLETIONS, RESPONSES
 
-# The API process repeats parsing and validation on its event loop, the engine fills one mask for
-# each token.
-LOOP_SECONDS = 0.1
-MASK_SECONDS = 0.1
-# tokens that are tried: deep enough for what a repetition or a nested rule costs at its start
-STEPS = 48
-_STUB = "x"
-# vLLM refuses a request whose thinking.budget_tokens is not below its max_tokens
+LOOP_SECONDS = 0.1  # limit for parsing and validation, which the API process repeats on its loop
+MASK_SECONDS = 0.1  # limit for filling one mask; the engine fills one per token
+STEPS = 48  # tokens to try: enough to reach the costs of repetitions and nested rules
+_STUB = "x"  # stands for the prompt
+# vLLM refuses a request whose thinking.budget_tokens is not below its max_tokens.
 _MOST_TOKENS = 2**31 - 1
 _REASON_CHARS = 400
-_OF_THE_COMPILER = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")  # xgrammar: clock, file and line
+# xgrammar begins its errors with the time, a file and a line.
+_COMPILER_PREFIX = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")
 
 
 class Refusal(Exception):
-    """The structured output cannot be served; the text is for the client."""
+    """The structured output cannot be served. The text is for the client."""
 
 
 class TooSlow(Refusal):
-    """It takes longer than a limit, here and now: a busy machine may be the cause."""
+    """The structured output takes longer than a limit. A busy machine may be the cause."""
 
 
 class OutOfMemory(Exception):
-    """The limit of memory was reached, and the compiler survived it."""
+    """The compiler reached the limit of memory and reported it."""
 
 
 class NeedsBackend(Exception):
-    """The mother has to build this backend first, so that the children find it built."""
+    """The worker has to build the named backend before it forks, so that children share it."""
 
 
 @dataclass
 class Compiler:
-    """The server's objects and the backends built so far. `first` is the one that the engine holds.
+    """The server's objects and the backends built so far, by name.
 
-    vLLM 0.32 keeps the backend of its first structured request for all later ones
-    (structured_output/__init__.py:154).
+    first: the backend that the engine uses. vLLM 0.32 keeps the backend of its first structured
+    request for all later ones (structured_output/__init__.py:154).
     """
 
     vllm_config: Any
@@ -68,7 +66,7 @@ class Compiler:
         )
 
     def build(self, name: str) -> None:
-        """As StructuredOutputManager.grammar_init does."""
+        """Build a backend as vLLM 0.32's StructuredOutputManager.grammar_init does."""
         from vllm.v1.structured_output.backend_guidance import GuidanceBackend
         from vllm.v1.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
         from vllm.v1.structured_output.backend_outlines import OutlinesBackend
@@ -87,17 +85,18 @@ class Compiler:
         )
 
     def warm(self) -> None:
-        """Build what the first request of a tokenizer would: 0.7 s of CPU time for Mistral's
-        Tekken (mistral.py:561).
+        """Build what a tokenizer builds at its first use: 0.7 s of CPU time for Mistral's Tekken
+        (mistral.py:561).
         """
         with contextlib.suppress(Exception):
             _ = self.renderer.renderer.get_tokenizer().llg_tokenizer
 
     def check(self, path: str, fields: dict[str, Any]) -> tuple[str | None, float]:
-        """The backend that was chosen, None where no grammar is compiled, and the seconds that the
-        event loop will need.
+        """Compile the grammar of a request. Fields are those of grammar_fields.grammar_fields.
 
-        Raises Refusal or TooSlow, OutOfMemory or NeedsBackend.
+        Returns the chosen backend, or None if vLLM compiles nothing, and the seconds that vLLM's
+        event loop will take to read the grammar. Raises Refusal, TooSlow, OutOfMemory or
+        NeedsBackend.
         """
         began = time.process_time()
         params = self._sampling_params(path, fields)
@@ -127,7 +126,7 @@ class Compiler:
             raise refusal_of(error) from None
 
     def _adjusted(self, path: str, request: Any) -> Any:
-        """With what the server's parser makes of tools (vllm 0.32
+        """The request with the grammar that the server's parser makes of tools (vllm 0.32
         renderers/online_renderer.py:815).
         """
         renderer = self.renderer
@@ -138,16 +137,14 @@ class Compiler:
             return request
         if renderer.parser is None:
             return request
-        given = request.build_chat_params(
+        params = request.build_chat_params(
             renderer.chat_template, renderer.chat_template_content_format
-        )
+        ).with_defaults(renderer.default_chat_template_kwargs)
         parser = renderer.parser(
             renderer.renderer.get_tokenizer(),
             request.tools,
             model_config=self.vllm_config.model_config,
-            chat_template_kwargs=given.with_defaults(
-                renderer.default_chat_template_kwargs
-            ).chat_template_kwargs,
+            chat_template_kwargs=params.chat_template_kwargs,
         )
         return parser.adjust_request(request=request)
 
@@ -174,7 +171,7 @@ class Compiler:
 
 
 def build_request(path: str, fields: dict[str, Any]) -> Any:
-    """vLLM's model of the request, with one word in the place of its prompt."""
+    """vLLM's request object for the route `path`, with one word as its prompt."""
     message = {"role": "user", "content": _STUB}
     if path == COMPLETIONS:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -185,7 +182,7 @@ def build_request(path: str, fields: dict[str, Any]) -> Any:
 
         return ResponsesRequest.model_validate({"input": _STUB, **fields})
     if path in ANTHROPIC:
-        return _of_anthropic({**fields, "messages": [message, *fields.get("messages", ())]})
+        return _from_anthropic({**fields, "messages": [message, *fields.get("messages", ())]})
     from vllm.entrypoints.openai.chat_completion import protocol
 
     if path == BATCH:
@@ -196,7 +193,7 @@ def build_request(path: str, fields: dict[str, Any]) -> Any:
     return protocol.ChatCompletionRequest.model_validate({"messages": [message], **fields})
 
 
-def _of_anthropic(body: dict[str, Any]) -> Any:
+def _from_anthropic(body: dict[str, Any]) -> Any:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
@@ -206,10 +203,10 @@ def _of_anthropic(body: dict[str, Any]) -> Any:
 
 
 def walk(grammar: Any, mask: Any) -> None:
-    """Follow the grammar for some tokens: each mask has to allow a token, and to be filled fast.
+    """Follow the grammar for STEPS random tokens. Raises Refusal or TooSlow.
 
-    The engine fills the masks of all running requests between two steps of the model, with no limit
-    of time.
+    Each mask has to allow a token and to be filled within MASK_SECONDS, because the engine fills
+    the masks of all running requests between two steps of the model.
     """
     chance = random.Random(0)
     for step in range(STEPS):
@@ -238,35 +235,34 @@ def walk(grammar: Any, mask: Any) -> None:
 
 
 def some_token(words: list[int], chance: random.Random) -> int | None:
-    """One of the tokens that a mask of 32 bits a word allows."""
-    filled = [number for number, word in enumerate(words) if word]
-    if not filled:
+    """A random token that a mask allows, or None. `words`: the mask, 32 bits each."""
+    nonzero = [index for index, word in enumerate(words) if word]
+    if not nonzero:
         return None
-    number = chance.choice(filled)
-    return 32 * number + chance.choice([bit for bit in range(32) if words[number] >> bit & 1])
+    index = chance.choice(nonzero)
+    return 32 * index + chance.choice([bit for bit in range(32) if words[index] >> bit & 1])
 
 
 def refusal_of(error: Exception) -> Exception:
-    """What the worker makes of an error of vLLM or of a compiler."""
+    """The exception to raise for an error of vLLM or of a compiler."""
     if isinstance(error, MemoryError) or "bad_alloc" in str(error):
         return OutOfMemory()
     return Refusal(reason_of(error))
 
 
 def reason_of(error: Exception) -> str:
-    """The reason alone: no input of the client, no traceback."""
+    """The reason of an error in one line, without the client's input and without a traceback."""
     from pydantic import ValidationError
 
     if isinstance(error, RecursionError):
         return "It nests or refers to itself too deeply."
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        names = [
-            str(part) for part in first["loc"] if "[" not in str(part)
-        ]  # without pydantic's wrappers
+        # pydantic adds the names of its wrappers, such as "function-wrap[...]".
+        names = [str(part) for part in first["loc"] if "[" not in str(part)]
         text = ": ".join(filter(None, (".".join(names[:5]), first["msg"]))) + "."
     else:
-        text = _OF_THE_COMPILER.sub("", str(error).partition("\n")[0]).partition(": {'json':")[0]
+        text = _COMPILER_PREFIX.sub("", str(error).partition("\n")[0]).partition(": {'json':")[0]
         if isinstance(error, AttributeError | TypeError | KeyError | AssertionError) or not text:
             text = f"Its shape is wrong ({type(error).__name__}: {text})."
     return text if len(text) <= _REASON_CHARS else text[:_REASON_CHARS] + "…"

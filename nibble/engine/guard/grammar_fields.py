@@ -1,4 +1,4 @@
-"""Which fields of a request vLLM makes a grammar of, by route."""
+"""Selects the fields of a request from which vLLM makes a grammar, by route."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
-# A request with one of these needs a check (vllm 0.32: structured_outputs_from_response_format,
+# vLLM 0.32 makes a grammar of these (structured_outputs_from_response_format,
 # extract_structured_outputs of each protocol.py, _apply_structural_tag of
-# parser/abstract_parser.py, _handle_output_config of anthropic/serving.py). The guided_* fields are
-# gone: vLLM ignores them with a warning (serve/engine/protocol.py:25).
+# parser/abstract_parser.py, _handle_output_config of anthropic/serving.py). It ignores the guided_*
+# fields of earlier versions with a warning (serve/engine/protocol.py:25).
 _MAKES_A_GRAMMAR: dict[str, tuple[str, ...]] = {
     CHAT: ("structured_outputs", "response_format", "tools"),
     BATCH: ("structured_outputs", "response_format", "tools"),
@@ -25,7 +25,7 @@ _MAKES_A_GRAMMAR: dict[str, tuple[str, ...]] = {
     MESSAGES: ("tools", "output_config"),
     COUNT_TOKENS: ("tools", "output_config"),  # read by the tool parser, though never compiled
 }
-# What else decides which grammar it is, or when it ends.
+# Other fields that determine the grammar or when it ends.
 _SHAPES_IT = (
     "tool_choice",
     "parallel_tool_calls",
@@ -41,22 +41,24 @@ _PLAIN_TEXT = {"type": "text"}
 
 
 def grammar_fields(path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The part of `body` that decides about grammars; None where vLLM compiles none."""
+    """The fields of `body` that determine its grammar; None if vLLM does not compile one."""
     names = _MAKES_A_GRAMMAR.get(path)
     if names is None:
         return None
-    found = {name: body[name] for name in names if body.get(name) is not None}
+    fields = {name: body[name] for name in names if body.get(name) is not None}
     if path in ANTHROPIC and (changes := _tool_changes(body)):
-        found["messages"] = changes
-    if found.get("response_format") == _PLAIN_TEXT:
-        del found["response_format"]
-    if not found:
+        fields["messages"] = changes
+    if fields.get("response_format") == _PLAIN_TEXT:
+        del fields["response_format"]
+    if not fields:
         return None
-    return found | {name: body[name] for name in _SHAPES_IT if body.get(name) is not None}
+    return fields | {name: body[name] for name in _SHAPES_IT if body.get(name) is not None}
 
 
 def _tool_changes(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Messages that declare tools, less everything else (vllm 0.32 anthropic/serving.py:717)."""
+    """Messages that add or remove tools, without other content (vllm 0.32
+    anthropic/serving.py:717).
+    """
     changed = []
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():

@@ -1,8 +1,8 @@
-"""The process that compiles structured outputs first: a fork of the API process.
+"""The worker that compiles structured outputs within limits: a fork of the API process.
 
-A fork, since it has vLLM's code, configuration and tokenizer already: a fresh process would import
-vLLM for seconds and hold 400 MB. The mother runs no thread; a child that goes over its limits is
-killed, and only that compile is lost.
+A fork already has vLLM's code, configuration and tokenizer. A new process would import vLLM for
+seconds and take 400 MB. The worker has one thread and forks a child for each compile; if a child
+exceeds its limits, the worker kills it.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ from nibble.engine.guard.grammar_compile import (
 )
 from nibble.engine.guard.grammar_fields import CHAT
 
-# Its number, the route, the fields, the monotonic time after which a compile that has not begun is
-# not begun.
+# Number, route, fields, and the monotonic time until which the compile has to begin.
 Job = tuple[int, str, dict[str, Any], float]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NICE = 5
-_OOM_SCORE = b"1000"
-_BUSY_GRACE = (
-    3  # where other processes take the cores, a child has this many times its seconds by the clock
-)
-_CLOCK_S = 0.05  # the resolution of what a child has used
+_OOM_SCORE = b"1000"  # the kernel kills the worker before other processes
+# A child may take this multiple of its CPU seconds in elapsed time, for a busy machine.
+_BUSY_GRACE = 3
+_CLOCK_S = 0.05  # resolution of the measured CPU time
 _MIB = 1 << 20
 _STACK_BYTES = 4 << 20
-# compiles at a time: with 256 MiB each they stay within the memory that nibble keeps for the
-# machine
+# Compiles at a time. With 256 MiB each they fit into the memory that nibble reserves for the
+# machine.
 _SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one compile: seconds of CPU time, MiB above what the worker holds before it, bytes of
-    what is compiled.
+    """Limits of one compile.
+
+    seconds: CPU time; memory_mib: above the worker's memory; input_bytes: size of the fields.
     """
 
     seconds: float
@@ -61,13 +60,13 @@ class Limits:
 
     @property
     def longest_seconds(self) -> float:
-        """Until the last child is dead."""
+        """Elapsed time after which a child is killed in any case."""
         return self.seconds * _BUSY_GRACE
 
 
 @dataclass(slots=True)
 class Child:
-    """One compile."""
+    """The process of one compile. began, deadline: monotonic seconds; answer: bytes so far."""
 
     pid: int
     job: Job
@@ -77,13 +76,14 @@ class Child:
 
     @property
     def number(self) -> int:
-        """Of its job."""
+        """The number of the job."""
         return self.job[0]
 
 
 def start(app: Any, limits: Limits) -> tuple[int, socket.socket]:
-    """Fork the worker; its pid and our end of its socket. Call it in the main thread: the worker
-    dies with that thread.
+    """Fork the worker and return its pid and the API process's end of the socket.
+
+    Call it in the main thread: the kernel kills the worker when the calling thread ends.
     """
     ours, theirs = socket.socketpair()
     parent = os.getpid()
@@ -100,7 +100,7 @@ def start(app: Any, limits: Limits) -> tuple[int, socket.socket]:
 
 
 def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits) -> NoReturn:
-    """Drop everything of the API process that the fork copied, then serve. Never returns."""
+    """Detach from the API process, then serve. Never returns."""
     try:
         unused = _detach(parent, control)
         worker = Worker(control, Compiler.of_app(app), limits, unused)
@@ -112,21 +112,22 @@ def _become_worker(parent: int, control: socket.socket, app: Any, limits: Limits
 
 
 def _detach(parent: int, control: socket.socket) -> int:
-    """No signal handler, descriptor, garbage collection or title of the API process stays.
+    """Remove the API process's signal handlers, descriptors, garbage collection and title.
 
-    Returns a descriptor's number that the API process did not use.
+    Returns the number of a descriptor that the API process did not use.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    # a collected socket or transport of the parent would write to what it shares with us
+    # A collected socket or transport would write to descriptors shared with the API process.
     gc.disable()
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the API process's; we die with it
+    # The API process handles Ctrl-C, and the worker ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     unused = 1 + max(int(name) for name in os.listdir("/proc/self/fd"))
     _close_all_but(control.fileno())
@@ -138,16 +139,16 @@ def _detach(parent: int, control: socket.socket) -> int:
 
 
 def _close_all_but(kept: int) -> None:
-    """A client's connection that stays open here would never end."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+    """Close copied descriptors: a client's connection would otherwise never end."""
+    devnull = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
-        os.dup2(nothing, standard)
+        os.dup2(devnull, standard)
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def _retitle() -> None:
-    """The supervisor takes the end of a process titled VLLM:: for the engine's
+    """Change the copied title: the supervisor watches processes titled VLLM:: as the engine
     (processes.engine_title).
     """
     with contextlib.suppress(ImportError):
@@ -157,17 +158,16 @@ def _retitle() -> None:
 
 
 class Worker:
-    """Reads jobs, answers (number, what, text, seconds on the event loop)."""
+    """Reads jobs and sends answers: (number, outcome, text, seconds on the event loop).
+
+    Outcomes: "served"; "refused" and "slow" with a reason; "time", "memory", "crashed", "busy".
+    """
 
     def __init__(
         self, control: socket.socket, compiler: Compiler, limits: Limits, unused: int
     ) -> None:
-        self._control, self._compiler, self._limits, self._unused = (
-            control,
-            compiler,
-            limits,
-            unused,
-        )
+        self._control, self._compiler, self._limits = control, compiler, limits
+        self._unused = unused  # a descriptor's number, see _begin
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._waiting: deque[Job] = deque()
@@ -175,18 +175,17 @@ class Worker:
         self._received = bytearray()
 
     def run(self) -> None:
-        """Until the API process closes its end."""
+        """Serve until the API process closes its end of the socket."""
         configured = self._compiler.vllm_config.structured_outputs_config.backend
         self._compiler.first = None if configured == "auto" else configured
         self._compiler.warm()
         self._build("xgrammar" if configured == "auto" else configured)
-        # The children find imported what the first request would import: once, in the mother, on
-        # harmless input.
+        # A first compile here imports modules that each child would import again.
         self._outcome(CHAT, {"response_format": {"type": "json_object"}})
         while True:
             while self._waiting and len(self._children) < _SLOTS:
                 self._begin(self._waiting.popleft())
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._next_deadline_s()):
                 if key.fileobj is self._control:
                     if not self._read_requests():
                         return
@@ -194,7 +193,8 @@ class Worker:
                     self._read_answer(key.fd)
             self._kill_late()
 
-    def _patience(self) -> float | None:
+    def _next_deadline_s(self) -> float | None:
+        """Seconds to the first deadline of a child."""
         if not self._children:
             return None
         return max(0.0, min(child.deadline for child in self._children.values()) - time.monotonic())
@@ -206,13 +206,13 @@ class Worker:
         return bool(data)
 
     def _begin(self, job: Job) -> None:
-        number, path, fields, give_up = job
-        if time.monotonic() > give_up:
+        number, path, fields, start_before = job
+        if time.monotonic() > start_before:
             return self._answer(number, "busy")
         reader, writer = os.pipe()
-        # libuv, which vLLM's event loop is, closes two descriptors in each forked child: the
-        # numbers that its pipe of signals had in the API process (libuv src/unix/signal.c,
-        # uv__signal_global_reinit).
+        # vLLM's event loop is libuv. In each forked child libuv closes the two descriptors that its
+        # pipe of signals had in the API process (libuv src/unix/signal.c,
+        # uv__signal_global_reinit), so the pipe to the child needs another number.
         kept = fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, self._unused)
         os.close(writer)
         pid = os.fork()
@@ -230,8 +230,8 @@ class Worker:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             os.nice(_NICE)
             limit_data(self._limits.memory_mib * _MIB)
-            # Half of what the threads of the API process and the engine have: what fits here fits
-            # there.
+            # Half the stack of the threads in the API process and the engine: a compile that fits
+            # here fits there.
             resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
             os.write(writer, marshal.dumps(self._outcome(path, fields)))
         except BaseException as error:
@@ -259,26 +259,29 @@ class Worker:
         if data := os.read(reader, 1 << 16):
             child.answer += data
             return
-        status = self._bury(reader)
+        status = self._reap(reader)
         if child.answer:
-            self._judge(child, *marshal.loads(child.answer))
+            self._finish(child, *marshal.loads(child.answer))
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGSEGV, signal.SIGBUS):
             self._answer(child.number, "refused", "It nests or refers to itself too deeply.")
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT:
-            self._answer(child.number, "memory")  # std::bad_alloc in a thread, or Rust's allocator
+            # std::bad_alloc in a thread, or Rust's allocator, ends in abort().
+            self._answer(child.number, "memory")
         else:
             self._answer(child.number, "crashed", f"wait status {status}")
 
-    def _judge(self, child: Child, what: str, text: str, loop_seconds: float) -> None:
-        if what == "needs":
+    def _finish(self, child: Child, outcome: str, text: str, loop_seconds: float) -> None:
+        """Answer a job, or build the backend that it needs and start it again."""
+        if outcome == "needs":
             if problem := self._build(text):
                 return self._answer(child.number, "refused", problem)
             return self._waiting.appendleft(child.job)
-        if what == "served" and text and self._compiler.first is None:
+        if outcome == "served" and text and self._compiler.first is None:
             self._compiler.first = text
-        return self._answer(child.number, what, text, loop_seconds)
+        return self._answer(child.number, outcome, text, loop_seconds)
 
     def _build(self, name: str) -> str:
+        """Build a backend; returns the problem or ""."""
         try:
             self._compiler.build(name)
         except Exception as error:
@@ -290,15 +293,16 @@ class Worker:
         for reader, child in list(self._children.items()):
             if child.deadline > now:
                 continue
-            missing = self._limits.seconds - cpu_seconds(child.pid)
+            left = self._limits.seconds - cpu_seconds(child.pid)
             latest = child.began + self._limits.longest_seconds
-            if missing > _CLOCK_S and now < latest:
-                child.deadline = min(now + missing, latest)
+            if left > _CLOCK_S and now < latest:
+                child.deadline = min(now + left, latest)
                 continue
-            self._bury(reader, kill=True)
-            self._answer(child.number, "busy" if missing > _CLOCK_S else "time")
+            self._reap(reader, kill=True)
+            self._answer(child.number, "busy" if left > _CLOCK_S else "time")
 
-    def _bury(self, reader: int, kill: bool = False) -> int:
+    def _reap(self, reader: int, kill: bool = False) -> int:
+        """Wait for a child's end, after killing it if asked, and return its wait status."""
         child = self._children.pop(reader)
         self._selector.unregister(reader)
         os.close(reader)
@@ -306,15 +310,15 @@ class Worker:
             os.kill(child.pid, signal.SIGKILL)
         return os.waitpid(child.pid, 0)[1]
 
-    def _answer(self, number: int, what: str, text: str = "", loop_seconds: float = 0.0) -> None:
-        self._control.sendall(packed((number, what, text, loop_seconds)))
+    def _answer(self, number: int, outcome: str, text: str = "", loop_seconds: float = 0.0) -> None:
+        self._control.sendall(packed((number, outcome, text, loop_seconds)))
 
 
 def limit_data(more_bytes: int) -> None:
-    """Let this process take `more_bytes` on top of what it has.
+    """Limit this process to `more_bytes` more than it has now.
 
-    RLIMIT_DATA counts private writable memory alone (Linux 4.7), so the gigabytes of libraries and
-    shared memory that vLLM maps do not matter, as they would for RLIMIT_AS.
+    RLIMIT_DATA counts only private writable memory (since Linux 4.7). RLIMIT_AS would also count
+    the gigabytes of libraries and shared memory that vLLM maps.
     """
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         held = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
@@ -322,7 +326,7 @@ def limit_data(more_bytes: int) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process."""
+    """CPU time of all threads of a process in seconds, from /proc/PID/stat."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         numbers = file.read().rpartition(")")[2].split()
     return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")

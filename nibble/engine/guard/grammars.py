@@ -2,7 +2,7 @@
 
 vLLM 0.32 reads a grammar on the event loop of its API process and compiles it in a thread of its
 engine, both without a limit: `{"type": "array", "minItems": 1000000000}` takes all memory of the
-machine. The worker (grammar_worker.py) has limits.
+machine. So each grammar is first compiled in a worker with limits (grammar_worker.py).
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ from nibble.engine.guard.frames import MARSHAL_VERSION, packed, unpacked
 from nibble.engine.guard.grammar_fields import grammar_fields
 from nibble.engine.guard.grammar_worker import Limits
 
-REMEMBERED = 4096  # results, 100 bytes each and their reasons
-SLOW_SECONDS = 60.0  # a refusal for time is remembered so long: the machine may have been busy
-WAITING = 256  # different grammars at a time; more are refused with 503
+REMEMBERED = 4096  # results in the cache, 100 bytes each plus the reason of a refusal
+SLOW_SECONDS = 60.0  # how long a refusal for time is remembered: the machine may have been busy
+WAITING = 256  # different grammars that wait at a time; more are refused with 503
 WAITING_BYTES = 32 << 20
-PATIENCE_SECONDS = 10.0  # for a turn in the worker; then 503
-_START_SECONDS = 20.0
-_CHEAP_SECONDS = 0.005
-_LOOP_SHARE = 4  # one part in four of the event loop's time for what vLLM reads there again
+PATIENCE_SECONDS = 10.0  # longest wait for a turn in the worker; then 503
+_START_SECONDS = 20.0  # allowed for starting the worker
+_CHEAP_SECONDS = 0.005  # a grammar that vLLM reads in less time needs no spacing
+# vLLM reads the grammar again on its event loop: requests are spaced so that this takes at most one
+# part in four of the loop's time.
+_LOOP_SHARE = 4
 
 
 class Problem(str):
-    """Why a request is refused, with the HTTP status."""
+    """The reason why a request is refused.
+
+    status: of HTTP; is_of_time: the reason is CPU time, which another try may not exceed.
+    """
 
     status: int
     is_of_time: bool
@@ -47,17 +52,18 @@ class Problem(str):
 
 
 class Grammars:
-    """One for each API process. It starts its worker with the first request that has a
-    structured output.
+    """Checks the structured outputs of one API process.
+
+    The first request with a structured output starts the worker.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._results: OrderedDict[bytes, Problem | float] = OrderedDict()
         self._running: dict[bytes, asyncio.Future[Problem | float]] = {}
-        self._asked: dict[int, asyncio.Future[tuple[str, str, float]]] = {}
+        self._jobs: dict[int, asyncio.Future[tuple[str, str, float]]] = {}  # by number
         self._pace = asyncio.Lock()
-        self._paced = 0
+        self._paced = 0  # requests that wait for the lock or hold it
         self._number = 0
         self._waiting_bytes = 0
         self._pid = 0
@@ -66,7 +72,10 @@ class Grammars:
         self._sending = asyncio.Lock()
 
     async def problem(self, path: str, body: Mapping[str, Any], app: Any) -> Problem | None:
-        """None: vLLM may have it. `app` is that of vLLM's API server."""
+        """The reason to refuse the request with `body` on the route `path`, or None.
+
+        app: of vLLM's API server.
+        """
         fields = grammar_fields(path, body)
         if fields is None:
             return None
@@ -74,9 +83,9 @@ class Grammars:
             job = marshal.dumps((path, fields), MARSHAL_VERSION)
         except ValueError:
             return Problem("Structured outputs or tools nest too deeply.")
-        if len(job) > (most := self._limits.input_bytes):
+        if len(job) > (limit := self._limits.input_bytes):
             return Problem(
-                f"Structured outputs and tools take {len(job)} bytes; expected at most {most}"
+                f"Structured outputs and tools take {len(job)} bytes; expected at most {limit}"
                 " (NIBBLE_GRAMMAR_BYTES)."
             )
         key = hashlib.blake2b(job, digest_size=16).digest()
@@ -84,17 +93,18 @@ class Grammars:
             self._results.move_to_end(key)
             result = self._results[key]
         else:
-            result = await self._shared(key, path, fields, app)
-        return result if isinstance(result, Problem) else await self._let_through(result)
+            result = await self._compile_once(key, path, fields, app)
+        return result if isinstance(result, Problem) else await self._space_out(result)
 
-    async def _let_through(self, loop_seconds: float) -> Problem | None:
-        """Space requests out whose grammars vLLM needs long to read on its event loop, in each
-        request anew.
+    async def _space_out(self, loop_seconds: float) -> Problem | None:
+        """Delay a request whose grammar takes vLLM's event loop `loop_seconds` to read.
+
+        vLLM reads the grammar again in every request.
         """
         if loop_seconds <= _CHEAP_SECONDS:
             return None
         if self._paced * loop_seconds * _LOOP_SHARE > PATIENCE_SECONDS:
-            return _crowded()
+            return _too_busy()
         self._paced += 1
         try:
             async with self._pace:
@@ -103,22 +113,23 @@ class Grammars:
             self._paced -= 1
         return None
 
-    async def _shared(
+    async def _compile_once(
         self, key: bytes, path: str, fields: dict[str, Any], app: Any
     ) -> Problem | float:
-        """One compile for all requests that ask for the same at a time; the seconds that vLLM's
-        event loop will need.
+        """Compile once for all requests that wait for the same grammar.
+
+        Returns the seconds that vLLM's event loop will take to read the grammar, or a Problem.
         """
         if key not in self._running:
             if len(self._running) >= WAITING or self._waiting_bytes > WAITING_BYTES:
-                return _crowded()
-            task = asyncio.ensure_future(self._compiled(path, fields, app))
+                return _too_busy()
+            task = asyncio.ensure_future(self._compile(path, fields, app))
             self._running[key] = task
-            task.add_done_callback(lambda done: self._keep(key, done))
-        # A client that leaves ends its own wait alone
+            task.add_done_callback(lambda done: self._remember(key, done))
+        # A client that disconnects ends only its wait, not the compile.
         return await asyncio.shield(self._running[key])
 
-    def _keep(self, key: bytes, done: asyncio.Future[Problem | float]) -> None:
+    def _remember(self, key: bytes, done: asyncio.Future[Problem | float]) -> None:
         del self._running[key]
         if done.cancelled() or done.exception() is not None:
             return
@@ -130,35 +141,39 @@ class Grammars:
         if isinstance(result, Problem) and result.is_of_time:
             asyncio.get_running_loop().call_later(SLOW_SECONDS, self._results.pop, key, None)
 
-    async def _compiled(self, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
-        what, text, loop_seconds = await self._ask(path, fields, app)
-        if what == "served":
+    async def _compile(self, path: str, fields: dict[str, Any], app: Any) -> Problem | float:
+        outcome, text, loop_seconds = await self._ask_worker(path, fields, app)
+        if outcome == "served":
             return loop_seconds
-        if what in ("refused", "slow"):
-            return Problem(f"This structured output is refused. {text}", is_of_time=what == "slow")
+        if outcome in ("refused", "slow"):
+            reason = f"This structured output is refused. {text}"
+            return Problem(reason, is_of_time=outcome == "slow")
         limits = self._limits
-        if what == "time":
+        if outcome == "time":
             return Problem(
                 f"This structured output takes more than {limits.seconds:g} s of CPU time to"
                 " compile. Make it smaller: fewer values in enum and choice, smaller bounds of"
                 " repetitions and lengths, less nesting.",
                 is_of_time=True,
             )
-        if what == "memory":
+        if outcome == "memory":
             return Problem(
                 f"This structured output needs more than {limits.memory_mib} MiB to compile. Make"
                 " it smaller: smaller bounds of repetitions and lengths, fewer values, less"
                 " nesting."
             )
-        if what == "crashed":
+        if outcome == "crashed":
             return Problem(f"This structured output crashes its compiler ({text}).")
-        if what == "busy":
-            return _crowded()
+        if outcome == "busy":
+            return _too_busy()
         return Problem(
             f"The server could not check this structured output ({text}). Send it again.", 503
         )
 
-    async def _ask(self, path: str, fields: dict[str, Any], app: Any) -> tuple[str, str, float]:
+    async def _ask_worker(
+        self, path: str, fields: dict[str, Any], app: Any
+    ) -> tuple[str, str, float]:
+        """(outcome, text, seconds on the event loop) of grammar_worker.Worker, or "failed"."""
         if self._socket is None:
             try:
                 self._start(app)
@@ -168,14 +183,13 @@ class Grammars:
         self._number += 1
         number = self._number
         answer = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        give_up = time.monotonic() + PATIENCE_SECONDS
-        job = packed((number, path, fields, give_up))
+        self._jobs[number] = answer
+        start_before = time.monotonic() + PATIENCE_SECONDS
+        job = packed((number, path, fields, start_before))
         self._waiting_bytes += len(job)
+        timeout_s = _START_SECONDS + PATIENCE_SECONDS + self._limits.longest_seconds
         try:
-            async with asyncio.timeout(
-                _START_SECONDS + PATIENCE_SECONDS + self._limits.longest_seconds
-            ):
+            async with asyncio.timeout(timeout_s):
                 async with self._sending:
                     await asyncio.get_running_loop().sock_sendall(self._socket, job)
                 return await answer
@@ -184,15 +198,16 @@ class Grammars:
             return "failed", type(error).__name__, 0.0
         finally:
             self._waiting_bytes -= len(job)
-            self._asked.pop(number, None)
+            self._jobs.pop(number, None)
 
     def _start(self, app: Any) -> None:
         self._pid, self._socket = grammar_worker.start(app, self._limits)
         self._reader = asyncio.ensure_future(self._read(self._socket))
 
     async def _read(self, connection: socket.socket) -> None:
-        """Pass the worker's answers on; once it is gone, what waits fails, and the next request
-        starts another.
+        """Pass the worker's answers on until it ends.
+
+        Then all waiting jobs fail, and the next request starts another worker.
         """
         loop = asyncio.get_running_loop()
         received = bytearray()
@@ -201,14 +216,15 @@ class Grammars:
                 received += data
                 for answer in unpacked(received):
                     self._pass_on(*answer)
-        if self._socket is connection:  # not the next worker's
+        if self._socket is connection:  # and not already replaced by the next worker's
             self._stop()
 
-    def _pass_on(self, number: int, what: str, text: str, loop_seconds: float = 0.0) -> None:
-        waiting = self._asked.values() if number == -1 else filter(None, [self._asked.get(number)])
-        for answer in waiting:
+    def _pass_on(self, number: int, outcome: str, text: str, loop_seconds: float = 0.0) -> None:
+        """Answer the job `number`, or all jobs if it is -1."""
+        jobs = self._jobs.values() if number == -1 else filter(None, [self._jobs.get(number)])
+        for answer in jobs:
             if not answer.done():
-                answer.set_result((what, text, loop_seconds))
+                answer.set_result((outcome, text, loop_seconds))
 
     def _stop(self) -> None:
         connection, self._socket = self._socket, None
@@ -222,7 +238,7 @@ class Grammars:
         self._pass_on(-1, "failed", "the worker ended")
 
 
-def _crowded() -> Problem:
+def _too_busy() -> Problem:
     return Problem(
         "The server is too busy to compile this structured output. Send the request again later.",
         503,

@@ -1,4 +1,4 @@
-"""The limits of a request, as the gate inside vLLM reads them from its environment."""
+"""The limits of a request, which the gate inside vLLM reads from its environment."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, fields, replace
 
 TEXT_BODY_BYTES = 32 << 20
 SMALL_BYTES = 2048
-_SMALL_MESSAGES = SMALL_BYTES // 3  # "{},"
-BODIES_AT_A_TIME = 8
+_SMALL_MESSAGES = SMALL_BYTES // 3  # the shortest message takes 3 bytes: "{},"
+BODIES_AT_A_TIME = 8  # bodies of max_body_bytes that fit into the default of max_buffered_bytes
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Options of the group "Requests" under their own names, and their defaults; None: the gate
-    asks the model.
+    """The options of the group "Requests" with their names and defaults.
+
+    None: the limit follows from the model (fields.ModelFacts).
     """
 
     max_body_bytes: int = TEXT_BODY_BYTES
@@ -46,21 +47,17 @@ class RequestLimits:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RequestLimits:
-        """What the plan put there (plan_limits.py); the defaults elsewhere."""
-        given = {
+        """The limits that the plan put into the environment (nibble/plan/guard_limits.py)."""
+        values = {
             field.name: int(environ[variable_of(field.name)])
             for field in fields(cls)
             if environ.get(variable_of(field.name))
         }
-        found = cls(**given)
-        return replace(
-            found,
-            max_buffered_bytes=found.max_buffered_bytes or BODIES_AT_A_TIME * found.max_body_bytes,
-        )
+        limits = cls(**values)
+        buffered = limits.max_buffered_bytes or BODIES_AT_A_TIME * limits.max_body_bytes
+        return replace(limits, max_buffered_bytes=buffered)
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of the field `name`, as options name it (a unit test compares the
-    two).
-    """
+    """The environment variable of the field `name`. It has the name of the option's variable."""
     return f"NIBBLE_{name.upper()}"

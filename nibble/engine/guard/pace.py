@@ -1,8 +1,7 @@
-"""Heavy bodies go to vLLM one at a time, and the event loop serves others in between.
+"""Passes heavy bodies to vLLM one at a time, so that the event loop serves others in between.
 
-vLLM parses and validates a body in one step of the event loop: some hundred ms for the largest that
-the limits allow. Fifty of them in a row would be fifty such steps, and /health and running streams
-would wait for all.
+vLLM parses and validates a body in one step of the event loop, which takes some hundred ms for the
+largest body. Without pauses, /health and running streams would wait for all bodies in a row.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ HEAVY_BYTES = 1 << 18
 HEAVY_ITEMS = 2000  # keys, commas and opening brackets
 HEAVY_SEQUENCES = 64
 LEAST_PAUSE_S = 0.02
-PAUSE_PER_STEP = (
-    4  # what vLLM does next with such a body (its template, its tokens) takes as long again
-)
+# The pause as a multiple of the step: applying the template and tokenizing take as long again.
+PAUSE_PER_STEP = 4
 
 
 class Pace:
-    """The turns of one API process."""
+    """Gives turns to the heavy bodies of one API process."""
 
     def __init__(self) -> None:
         self._free = asyncio.Lock()
 
     async def turn(self) -> None:
-        """Waits for its turn; the next comes after the step of the event loop that follows, and
-        a pause in proportion.
+        """Wait for a turn. The next turn begins after the following step of the event loop and a
+        pause in proportion to it.
         """
         await self._free.acquire()
         loop = asyncio.get_running_loop()

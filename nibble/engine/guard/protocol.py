@@ -1,9 +1,10 @@
-"""uvicorn's HTTP protocol with limits on the head of a request and on the time it takes.
+"""uvicorn's HTTP protocol with limits on the size of a request's head and on the time it takes.
 
-httptools, which uvicorn 0.54 prefers, has no limit: a header of 100 MB stalls it for seconds, since
-each piece is joined to all before it. vLLM's --h11-max-incomplete-event-size and
---h11-max-header-count, which bind h11 alone (vllm 0.32 launchers/launcher.py serve_http), bind here
-too. What is used of uvicorn: protocols/http/httptools_impl.py.
+httptools, which uvicorn 0.54 prefers, does not limit the head: a header of 100 MB stalls it for
+seconds, because it joins each piece to all pieces before. vLLM's flags
+--h11-max-incomplete-event-size and --h11-max-header-count apply only to h11 (vllm 0.32
+launchers/launcher.py serve_http); this protocol applies them too. It extends uvicorn's
+protocols/http/httptools_impl.py.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ _USED = (
     "handle_websocket_upgrade",
     "_should_upgrade",
 )
-# How long the rest of a refused request is read and thrown away: a connection that is closed on
-# unread data loses the answer (RFC 9112 section 9.6).
+# How long to read and discard the rest of a refused request: if the server closes a connection with
+# unread data, the client may lose the answer (RFC 9112 section 9.6).
 LINGER_S = 2.0
 
 
 class MissingAttribute(Exception):
-    """Something of uvicorn or vLLM that the guard builds on is not there."""
+    """uvicorn or vLLM lacks an attribute that the guard uses."""
 
 
 def httptools_config(app: Any) -> Any:
-    """The uvicorn config of vLLM's server, if it is as this module expects it."""
+    """The uvicorn config of vLLM's server. Raises MissingAttribute if it lacks what this needs."""
     server = getattr(getattr(app, "state", None), "server", None)
     if server is None:
         raise MissingAttribute(
             "nibble's request guard: vLLM's app has no app.state.server (vllm 0.32 has)"
         )
     config = server.config
-    found = getattr(config, "http_protocol_class", None)
-    if found is not HttpToolsProtocol:
+    protocol_class = getattr(config, "http_protocol_class", None)
+    if protocol_class is not HttpToolsProtocol:
         raise MissingAttribute(
-            f"nibble's request guard: uvicorn's http_protocol_class is {found!r}, not"
+            f"nibble's request guard: uvicorn's http_protocol_class is {protocol_class!r}, not"
             " HttpToolsProtocol"
         )
     if not hasattr(config, "ws_max_size"):
@@ -64,8 +65,9 @@ def httptools_config(app: Any) -> Any:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. `deadline` and `waits_since` are times of the event loop, read by
-    `Connections.sweep`.
+    """One connection.
+
+    deadline, waits_since: times of the event loop in seconds, which `Connections.sweep` reads.
     """
 
     def __init__(self, *args: Any, guard: Connections, **kwargs: Any) -> None:
@@ -95,17 +97,17 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def expire(self, why: Literal["late", "draining"]) -> None:
-        """No whole request came in time, or the server drains."""
+        """Close the connection: the request did not arrive in time, or the server drains."""
         sent_something = self._head_bytes or self._stage == "body"
         if self._stage == "refused" or self._is_answering() or not sent_something:
             self.transport.close()
         elif why == "draining":
             self._refuse(Refused(503, "The server is draining."))
         else:
-            what = "body" if self._stage == "body" else "head"
-            self._refuse(Refused(408, f"The {what} of the request did not arrive in time."))
+            part = "body" if self._stage == "body" else "head"
+            self._refuse(Refused(408, f"The {part} of the request did not arrive in time."))
 
-    # --- what comes ---
+    # --- receiving ---
 
     def data_received(self, data: bytes) -> None:
         if self._stage == "refused":
@@ -124,8 +126,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_large())
 
     def on_body(self, body: bytes) -> None:
-        """What comes after it is more of it, or chunk extensions and trailers, which are limited
-        as a head is.
+        """Reset the count of bytes that are not body: chunk extensions and trailers.
+
+        Their size has the same limit as a head.
         """
         self._quiet_bytes = 0
         super().on_body(body)
@@ -142,22 +145,18 @@ class GuardedProtocol(HttpToolsProtocol):
             raise self._problem  # httptools wraps it, uvicorn calls send_400_response
         super().on_headers_complete()
         parser: Any = self.parser
-        if not (
-            parser.should_upgrade() and self._should_upgrade()
-        ):  # a websocket's handshake needs them
-            # for a chunked body's trailers, which vLLM does not read: the request keeps its own
-            # list
+        # A websocket's handshake still needs the headers. Otherwise the parser appends a chunked
+        # body's trailers to a new list, which vLLM does not read; the request keeps the old list.
+        if not (parser.should_upgrade() and self._should_upgrade()):
             self.headers = []
         self._start_body()
 
     def _are_headers_too_large(self) -> bool:
-        """Looks at each header only where what came at once could hold too much."""
+        """Whether the head exceeds the limit. Adds up the headers only if enough bytes arrived."""
         if self._head_bytes + self._piece_bytes <= self._max_head_bytes:
             return False
-        return (
-            len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            > self._max_head_bytes
-        )
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        return size > self._max_head_bytes
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -167,16 +166,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self._wait_for_next()
 
     def on_response_complete(self) -> None:
-        """Requests may be pipelined: `self.cycle` is the last one whose headers came, not always
-        the one answered.
+        """Set the next deadline.
+
+        Requests may be pipelined: `self.cycle` belongs to the last request whose headers arrived,
+        which is not always the one that was answered.
         """
         super().on_response_complete()
-        if (
-            self._stage == "body" and self.cycle.response_complete
-        ):  # refused early: the rest is read, for a while
+        # An answer before the end of the body is a refusal: the rest is read for LINGER_S.
+        if self._stage == "body" and self.cycle.response_complete:
             self._body_deadline = self.loop.time() + LINGER_S
             self._extend_deadline()
-        elif self._stage == "body" and not self.pipeline:  # its turn has come, its body has not
+        elif self._stage == "body" and not self.pipeline:  # a pipelined request without its body
             self._start_body()
             self._guard.wait_for_request(self)
         elif self._stage == "whole" and self.cycle.response_complete:
@@ -186,7 +186,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._guard.wait_for_request(self)
 
     def handle_websocket_upgrade(self) -> None:
-        """The connection is the websocket's from now on; it counts until it is closed."""
+        """Hand the connection over to the websocket; it counts until it is closed."""
         self._guard.has_request(self)
         super().handle_websocket_upgrade()
         protocol = self.transport.get_protocol()
@@ -198,7 +198,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
         protocol.connection_lost = lost
 
-    # --- deadlines; they count while the connection is among those that wait for a request ---
+    # --- deadlines, which apply while the connection waits for a whole request ---
 
     def _start_head(self) -> None:
         self.waits_since = self.loop.time()
@@ -210,7 +210,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._extend_deadline()
 
     def _wait_for_next(self) -> None:
-        """uvicorn's own timer has ended where the answer came before the end of the request."""
+        """Set the deadline for the next request.
+
+        uvicorn's keep-alive timer does not run if the answer came before the end of the request.
+        """
         self._stage, self.waits_since = "idle", self.loop.time()
         self.deadline = self.waits_since + self.timeout_keep_alive
         self._guard.wait_for_request(self)
@@ -219,10 +222,10 @@ class GuardedProtocol(HttpToolsProtocol):
         limits, now = self._guard.limits, self.loop.time()
         if self._stage == "body":
             self.deadline = min(now + limits.body_gap_seconds, self._body_deadline)
-        else:  # line ends before the next request
+        else:  # idle: empty lines may arrive before the next request
             self.deadline = min(now + limits.head_seconds, self.deadline)
 
-    # --- what is refused ---
+    # --- refusals ---
 
     def _head_too_large(self) -> Refused:
         return Refused(
@@ -235,8 +238,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(self._problem or Refused(400, msg))
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer past the app, which learns that the client is gone, and close after a while."""
-        if self._is_answering():  # a second answer would be read as a part of the first
+        """Answer without the app, tell the app that the client disconnected, and close later."""
+        if self._is_answering():  # a client would read a second answer as part of the first
             self._stage = "refused"
             return self.transport.abort()
         if self.cycle is not None and not self.cycle.response_complete:
@@ -252,12 +255,12 @@ class GuardedProtocol(HttpToolsProtocol):
         return None
 
     def _is_answering(self) -> bool:
-        """Whether bytes of an answer may follow, or have come before the end of their request."""
-        cycle = self.cycle  # None before the first request, complete between two
+        """Whether an answer is being sent, or was sent before the end of its request."""
+        cycle = self.cycle  # None before the first request
         if cycle is None:
             return False
         is_open = cycle.response_started and (self._stage == "body" or not cycle.response_complete)
-        # What is in the pipeline waits for the answer before it
+        # A pipelined request waits for the answer to the request before.
         return is_open or bool(self.pipeline)
 
 

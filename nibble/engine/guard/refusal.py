@@ -1,10 +1,10 @@
-"""Why the guard refuses a request, before it becomes an answer."""
+"""Refusals of the guard, and the error bodies of nibble's answers."""
 
 from __future__ import annotations
 
 import json
 
-# What OpenAI's clients and vLLM call these errors (vllm 0.32
+# The names of these errors in OpenAI's clients and in vLLM (vllm 0.32
 # serve/exception_handling/error_response.py).
 KINDS = {
     400: "BadRequestError",
@@ -17,7 +17,7 @@ KINDS = {
 
 
 class Refused(Exception):
-    """The request is not passed on: HTTP status and a message for the client."""
+    """The request is refused with an HTTP status and a message for the client."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -25,13 +25,11 @@ class Refused(Exception):
 
     @property
     def kind(self) -> str:
-        """The `type` of the error."""
+        """The `type` of the error body."""
         return KINDS[self.status]
 
 
 def error_body(status: int, kind: str, message: str, **extra: str) -> bytes:
-    """An error in the shape of OpenAI's API and of vLLM's ErrorResponse: message, type, param,
-    code.
-    """
+    """A JSON error in the shape of OpenAI's API and of vLLM's ErrorResponse."""
     error = {"message": message, "type": kind, "param": None, "code": status, **extra}
     return json.dumps({"error": error}).encode()

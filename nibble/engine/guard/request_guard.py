@@ -1,4 +1,4 @@
-"""Reads, checks and passes on or refuses one request, between the gate and vLLM."""
+"""Reads and checks a request between the gate and vLLM, and refuses it or passes it on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from nibble.engine.guard.body import Bodies, Header, Held, Receive, parse, replayed, with_field
 from nibble.engine.guard.contents import Body
-from nibble.engine.guard.fields import ModelFacts, field_problem, is_small, sequences
+from nibble.engine.guard.fields import ModelFacts, count_sequences, field_problem, is_small
 from nibble.engine.guard.grammar_worker import Limits
 from nibble.engine.guard.grammars import Grammars
 from nibble.engine.guard.json_scan import JsonScan
@@ -22,7 +22,7 @@ _MULTIPART_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translation
 
 
 class RequestGuard:
-    """One for each API process. `check` before a request goes to vLLM."""
+    """Checks the requests of one API process, before they go to vLLM."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.limits = RequestLimits.from_environ(environ)
@@ -35,13 +35,16 @@ class RequestGuard:
         )
 
     def held(self) -> Held:
-        """A context to stay in from before `check` to the end of the answer."""
+        """A context manager for one request, from before `check` to the end of the answer."""
         return Held(self._bodies)
 
     async def check(
         self, path: str, scope: dict[str, Any], receive: Receive, held: Held
     ) -> Receive:
-        """The `receive` for vLLM. Raises Refused, and Disconnected where the client is gone."""
+        """The ASGI `receive` to give to vLLM. Raises Refused, and Disconnected if the client left.
+
+        path: as the router sees it (routes.router_path).
+        """
         media_type, declared_bytes = _body_of(scope["headers"])
         if declared_bytes is None:
             return receive
@@ -61,7 +64,7 @@ class RequestGuard:
         if problem := scan.problem_of(value):
             raise Refused(400, problem)
         if not isinstance(value, dict):
-            return replayed(body, receive)  # vLLM answers 400
+            return replayed(body, receive)  # vLLM answers with status 400
         if problem := number_problem(value):
             raise Refused(400, problem)
         if is_small(path, value, len(body), self.limits):
@@ -72,7 +75,7 @@ class RequestGuard:
         is_heavy = (
             len(body) > HEAVY_BYTES
             or scan.has_more_than(HEAVY_ITEMS)
-            or sequences(path, value) > HEAVY_SEQUENCES
+            or count_sequences(path, value) > HEAVY_SEQUENCES
         )
         return replayed(body, receive, self._pace.turn if is_heavy else None)
 
@@ -91,11 +94,10 @@ class RequestGuard:
 
 
 def _body_of(headers: list[Header]) -> tuple[bytes, int | None]:
-    """Media type in lower case, and the bytes declared: 0 for a chunked body, None without one (RFC
-    9112 section 6.3).
+    """(media type in lower case, declared bytes of the body), by RFC 9112 section 6.3.
 
-    Of several types the first counts, as for starlette 1.10 (datastructures.py
-    Headers.__getitem__).
+    Bytes are 0 for a chunked body and None for a request without a body. The first of several media
+    types counts, as in starlette 1.10 (datastructures.py Headers.__getitem__).
     """
     media_type, declared_bytes = None, None
     for name, value in headers:

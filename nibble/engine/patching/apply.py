@@ -1,4 +1,7 @@
-"""Applies a series to a tree, or reverts it: all or nothing, on exactly the expected files."""
+"""Applies a series of patches to a tree, or reverts it, in one step and only on the expected files.
+
+Standard library only: setup and the Dockerfiles run it before anything is installed.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,16 @@ from nibble.engine.patching.series import Patch, Series
 from nibble.engine.patching.tree import Tree
 from nibble.errors import ExitCode, NibbleError
 
-# Inside the folder that is exchanged, so that it and the patched files appear and vanish together.
+# Inside the folder that is exchanged, so that record and patched files change together.
 RECORD_FOLDER = ".nibble-patches"
 PatchState = Literal["applied", "not applied", "not applicable"]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What lies in a patched tree: the patches (name -> sha256), and for each touched file its
-    sha256 before and after.
+    """The applied patches of a tree.
+
+    patches: name -> sha256; before, after: path of each patched file -> its sha256.
     """
 
     patches: Mapping[str, str]
@@ -38,18 +42,18 @@ NOTHING = Record({}, {}, {})
 
 
 def unit(tree: Tree) -> Path:
-    """The folder that is exchanged as a whole: the package, or for a source archive all of it."""
+    """The folder that is exchanged as a whole: the package, or the whole source archive."""
     return tree.root if tree.layout == "source" else tree.root / "vllm"
 
 
 def applicable(tree: Tree, patch: Patch) -> bool:
-    """A wheel holds the package only: patches of csrc/ are for the source layout."""
+    """Whether the tree has the files of a patch. A wheel has only the package, without csrc/."""
     return tree.layout == "source" or all(path.startswith("vllm/") for path in patch.paths)
 
 
 def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
-    """The state of each patch in this tree. Raises NibbleError (exit 6) where another program
-    changed a touched file.
+    """The state of each patch in this tree. Raises NibbleError (exit 6) if another program changed
+    a file of the series.
     """
     record = _current_record(tree, series)
     states: dict[str, PatchState] = {}
@@ -64,14 +68,14 @@ def patch_states(tree: Tree, series: Series) -> dict[str, PatchState]:
 
 
 def apply_series(tree: Tree, series: Series) -> list[str]:
-    """Bring the tree to this series, from any earlier one. The names now applied; [] if nothing had
-    to change.
+    """Apply this series in place of any earlier one. Returns the patches now applied, or [] if the
+    tree already has them.
 
-    Raises NibbleError (exit 6) with the tree untouched: another release, a file neither pristine
-    nor ours, no permission.
+    Raises NibbleError (exit 6) and leaves the tree unchanged if the release differs, a file is
+    neither vLLM's nor patched by nibble, or the folder is not writable.
     """
     _check_release(tree, series)
-    with _alone(tree):
+    with _locked(tree):
         record = _current_record(tree, series)
         wanted = [patch for patch in series.patches if applicable(tree, patch)]
         patches = {patch.name: patch.sha256 for patch in wanted}
@@ -94,10 +98,11 @@ def apply_series(tree: Tree, series: Series) -> list[str]:
 
 
 def revert_series(tree: Tree, series: Series) -> list[str]:
-    """Put every touched file back byte for byte; the names taken back, or [] if none was
-    applied. Raises like apply_series.
+    """Restore every patched file byte for byte. Returns the reverted patches.
+
+    Raises NibbleError as apply_series does.
     """
-    with _alone(tree):
+    with _locked(tree):
         record = _current_record(tree, series)
         if not record.patches:
             return []
@@ -107,10 +112,10 @@ def revert_series(tree: Tree, series: Series) -> list[str]:
 
 
 @contextmanager
-def _alone(tree: Tree) -> Iterator[None]:
-    """No other nibble changes this tree meanwhile."""
+def _locked(tree: Tree) -> Iterator[None]:
+    """Lock the tree against other nibble processes."""
     try:
-        with swap.alone(unit(tree)):
+        with swap.locked(unit(tree)):
             yield
     except OSError as error:
         raise _cannot_write(tree, error) from None
@@ -129,28 +134,24 @@ def _check_release(tree: Tree, series: Series) -> None:
 
 
 def _current_record(tree: Tree, series: Series) -> Record:
-    """What is applied now, by the files themselves. Raises NibbleError where another program
-    changed one.
+    """The record, after a check against the files. Raises NibbleError if another program changed
+    one of them.
     """
     if tree.release != series.release:
         return NOTHING
     record = _read_record(tree)
-    found = {path: _digest_of(tree, path) for path in sorted({*series.pristine, *record.after})}
-    for path, digest in found.items():
-        if digest not in (
-            "",
-            series.pristine.get(path),
-            record.before.get(path),
-            record.after.get(path),
-        ):
+    digests = {path: _digest_of(tree, path) for path in sorted({*series.pristine, *record.after})}
+    for path, digest in digests.items():
+        known = (series.pristine.get(path), record.before.get(path), record.after.get(path))
+        if digest and digest not in known:
             raise _changed(tree, path, digest, series)
-    differing = [path for path, digest in record.after.items() if found[path] != digest]
+    differing = [path for path, digest in record.after.items() if digests[path] != digest]
     if not differing:
         return record
-    # A fresh installation over the patched one leaves the record behind, and every file is pristine
-    # again.
+    # If vLLM was installed again over the patched files, the record is left and all files are
+    # vLLM's.
     if patched := [path for path in record.after if path not in differing]:
-        raise _changed(tree, patched[0], found[patched[0]], series)
+        raise _changed(tree, patched[0], digests[patched[0]], series)
     return NOTHING
 
 
@@ -180,9 +181,7 @@ def _read_record(tree: Tree) -> Record:
 
 
 def _original(tree: Tree, record: Record, path: str) -> bytes:
-    """The file before any patch: kept beside the record, or the file itself where nothing
-    touches it yet.
-    """
+    """The content before any patch: the copy beside the record, or the file if it is unpatched."""
     kept = unit(tree) / RECORD_FOLDER / "originals" / path
     try:
         return kept.read_bytes() if path in record.before else tree.path(path).read_bytes()
@@ -207,7 +206,9 @@ def _check_pristine(tree: Tree, series: Series, originals: Mapping[str, bytes]) 
 
 
 def _patched(patches: list[Patch], originals: Mapping[str, bytes]) -> dict[str, str]:
-    """The texts after all patches. Raises NibbleError naming the patch that does not fit."""
+    """Path -> text after all patches. Raises NibbleError with the name of a patch that does not
+    apply.
+    """
     texts = {path: content.decode() for path, content in originals.items()}
     for patch in patches:
         for change in patch.changes:
@@ -227,7 +228,10 @@ def _patched(patches: list[Patch], originals: Mapping[str, bytes]) -> dict[str, 
 def _swap(
     tree: Tree, files: Mapping[str, bytes], record: Record | None, originals: Mapping[str, bytes]
 ) -> None:
-    """Write all of it in one step; `record` None removes the record."""
+    """Write files (path -> content) and record in one step. `record` None removes the record.
+
+    originals: contents before any patch, which are stored beside the record.
+    """
     folder = unit(tree)
     inside = {str(tree.path(path).relative_to(folder)): content for path, content in files.items()}
 

@@ -1,8 +1,8 @@
-"""Applies unified diffs strictly: every line of a hunk must match; only its place may move.
+"""Applies unified diffs strictly: each line of a hunk must match, and only its position may differ.
 
-Pure functions on text. The series is small and its files are pinned by sha256, so this is the part
-of `git apply` that is needed; tests compare the two. It is not git because `make serve` promises to
-need only Python, pip and make.
+Pure functions on text. nibble does not call `git apply`, because `make serve` needs only Python,
+pip and make. The series is small and its files are pinned by sha256, so a part of `git apply` is
+enough; tests compare the results.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class DiffError(Exception):
-    """Text that is not a readable diff, or a hunk that does not apply."""
+    """A text is not a valid diff, or a hunk does not apply."""
 
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines (with their line ends) before and after; `start` is the first line's number before,
-    counted from 1.
+    """A hunk: its lines before and after, with line ends.
+
+    start: number of the first line in the old file, from 1.
     """
 
     start: int
@@ -30,16 +31,14 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FileChange:
-    """All hunks for one file, in order; `path` without the a/ or b/."""
+    """The hunks for one file, in order. `path` is without the prefix a/ or b/."""
 
     path: str
     hunks: tuple[Hunk, ...]
 
 
 def parse(text: str) -> list[FileChange]:
-    """The changes of a diff; text before the first `---` line is a header and not read. Raises
-    DiffError.
-    """
+    """The changes of a diff. Ignores the header before the first `---` line. Raises DiffError."""
     lines = text.splitlines(keepends=True)
     changes: list[FileChange] = []
     at = 0
@@ -62,9 +61,7 @@ def parse(text: str) -> list[FileChange]:
 
 
 def _path(old: str, new: str) -> str:
-    """The one path of a change. Files are neither made, removed nor renamed: our patches change
-    lines.
-    """
+    """The path of a change. Raises DiffError for a diff that creates, removes or renames a file."""
     before, after = (line[4:].split("\t")[0].strip() for line in (old, new))
     if not before.startswith("a/") or not after.startswith("b/") or before[2:] != after[2:]:
         raise DiffError(
@@ -86,12 +83,12 @@ def _hunks(lines: list[str], at: int) -> tuple[list[Hunk], int]:
             len(before) < old_count or len(after) < new_count or lines[at][0] == "\\"
         ):
             mark, rest = lines[at][0], lines[at][1:]
-            if mark == "\\":  # "\ No newline at end of file" is about the line above
+            if mark == "\\":  # "\ No newline at end of file" refers to the line above
                 _cut_line_end(lines[at - 1][0], before, after)
             elif mark not in " -+\n":
                 break
             else:
-                # An empty context line whose space was stripped
+                # Some editors strip the space of an empty context line.
                 rest = rest if mark != "\n" else "\n"
                 before += [rest] if mark != "+" else []
                 after += [rest] if mark != "-" else []
@@ -112,24 +109,25 @@ def _cut_line_end(mark: str, before: list[str], after: list[str]) -> None:
 
 
 def apply(text: str, change: FileChange) -> str:
-    """The file after the change. Raises DiffError where a hunk's lines are not in it exactly
-    once near their place.
+    """The text after the change. Raises DiffError if the lines of a hunk are not in the text.
+
+    Each hunk applies after the hunk before it, at the position nearest to its line number.
     """
     lines = text.splitlines(keepends=True)
-    done: list[str] = []  # what lies before `rest`, already changed
-    rest, taken = lines, 0
+    changed: list[str] = []  # the new lines before `rest`
+    rest, consumed = lines, 0
     for hunk in change.hunks:
-        place = _find(rest, hunk.before, hunk.start - 1 - taken)
+        place = _find(rest, hunk.before, hunk.start - 1 - consumed)
         if place is None:
             raise DiffError(f"{change.path}: the lines around {hunk.start} differ from the patch's")
-        done += [*rest[:place], *hunk.after]
-        taken += place + len(hunk.before)
+        changed += [*rest[:place], *hunk.after]
+        consumed += place + len(hunk.before)
         rest = rest[place + len(hunk.before) :]
-    return "".join([*done, *rest])
+    return "".join([*changed, *rest])
 
 
 def _find(lines: list[str], wanted: tuple[str, ...], guess: int) -> int | None:
-    """Where `wanted` stands in `lines`, nearest to `guess`."""
+    """The index of `wanted` in `lines` that is nearest to `guess`; None if it is not there."""
     last = len(lines) - len(wanted)
     for place in sorted(range(last + 1), key=lambda number: abs(number - guess)):
         if tuple(lines[place : place + len(wanted)]) == wanted:

@@ -1,10 +1,10 @@
 """Runs probes on one tree, each in a separate process.
 
-    python -m nibble.engine.patching.run --root TREE [PROBE…]      # one JSON line a probe
+    python -m nibble.engine.patching.run --root TREE [PROBE…]      # one JSON line per probe
 
-The interpreter needs what the tree imports (vLLM's dependencies); the tree itself comes first on
-the path. A nursery process imports once what every vLLM imports and forks a child for each probe:
-most of a probe's time would be that import.
+The interpreter needs vLLM's dependencies; the tree itself comes first on the path. One process (the
+nursery) imports the packages that every vLLM imports and forks a child for each probe, because most
+of a probe's time would be these imports.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from nibble.engine.patching.probe import Finding, Row
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.machine.paths import cache_dir, root
 
-TIME_LIMIT_SECONDS = 120  # most take less than five; a busy two-core machine several times that
-# What a probe must not inherit: the user's plugins, a GPU, a proxy for the network.
+# Most probes take less than five seconds, and several times as long on a busy machine.
+TIME_LIMIT_SECONDS = 120
+# A probe runs without the user's plugins, without a GPU and without requests to the Hub.
 PROBE_ENVIRONMENT = {
     "VLLM_PLUGINS": "",
     "CUDA_VISIBLE_DEVICES": "",
@@ -40,8 +41,8 @@ PROBE_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
 }
-# Imported before the fork where they are installed; none of them belongs to the tree. Not
-# torch.cuda's state: no GPU is touched.
+# Imported before the fork, as far as installed. None of them is part of the tree, and none
+# initializes a GPU.
 NURSERY = (
     "torch",
     "torch._dynamo",
@@ -63,8 +64,9 @@ NURSERY = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one probe found; `remedy` where nibble's answer lies outside vLLM's tree. `error`:
-    the probe itself broke.
+    """The result of one probe.
+
+    remedy: of the probe's `remedy`, if it has one; error: why the probe itself failed, or "".
     """
 
     probe: str
@@ -75,7 +77,7 @@ class Result:
 
 
 def probes_folder() -> Path:
-    """Where the probes lie."""
+    """The folder of the probes."""
     return root() / "patches" / "probes"
 
 
@@ -85,7 +87,7 @@ def probe_names() -> list[str]:
 
 
 def load(name: str) -> Any:
-    """The module of a probe; its row is `load(name).ROW`. Imports nothing heavy."""
+    """The module of a probe, which has its row as `ROW`. Does not import vLLM or torch."""
     patches = str(probes_folder().parent)
     if patches not in sys.path:
         sys.path.insert(0, patches)
@@ -98,38 +100,35 @@ def rows(names: Iterable[str] | None = None) -> dict[str, Row]:
 
 
 def run(tree: Tree, names: Iterable[str] | None = None, jobs: int | None = None) -> list[Result]:
-    """Run probes side by side; their results in the order of `names`."""
+    """Run probes, `jobs` at a time. Returns the results in the order of `names`."""
     wanted = list(probe_names() if names is None else names)
     with tempfile.TemporaryDirectory(
         prefix="nibble-probes-", ignore_cleanup_errors=True
     ) as scratch:
-        words = [
-            sys.executable,
-            "-m",
-            "nibble.engine.patching.run",
-            "--root",
-            str(tree.root),
-            "--answers",
-            scratch,
-        ]
-        words += ["--jobs", str(jobs or os.cpu_count() or 1), *wanted]
-        environ = (
-            os.environ
-            | PROBE_ENVIRONMENT
-            | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        )
-        # Imports alone make folders: in an image build they would be root's, in the cache volume of
-        # another user.
-        environ |= {"HOME": scratch, "TMPDIR": scratch, "FLASHINFER_WORKSPACE_BASE": scratch}
-        environ |= {
-            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
-            "NIBBLE_CACHE_DIR": str(cache_dir()),
-        }
-        done = subprocess.run(
-            words, check=False, env=environ, cwd=scratch, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command = [sys.executable, "-m", "nibble.engine.patching.run", "--root", str(tree.root)]
+        command += ["--answers", scratch, "--jobs", str(jobs or os.cpu_count() or 1), *wanted]
+        nursery = subprocess.run(
+            command, check=False, env=_environ(scratch), cwd=scratch, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        return [_read_answer(Path(scratch), name, done.stdout) for name in wanted]
+        return [_read_answer(Path(scratch), name, nursery.stdout) for name in wanted]
+
+
+def _environ(scratch: str) -> dict[str, str]:
+    """The environment of the nursery.
+
+    Imports create folders; without another HOME, an image build would leave folders of root in the
+    cache volume of another user.
+    """
+    folders = {
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "FLASHINFER_WORKSPACE_BASE": scratch,
+        "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
+        "NIBBLE_CACHE_DIR": str(cache_dir()),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    return {**os.environ, **PROBE_ENVIRONMENT, **folders}
 
 
 def _read_answer(folder: Path, name: str, output: str) -> Result:
@@ -137,8 +136,8 @@ def _read_answer(folder: Path, name: str, output: str) -> Result:
         data = json.loads((folder / f"{name}.json").read_text())
     except (OSError, ValueError):
         return Result(name, None, None, f"the probe did not run: {_last_line(output)}", 0.0)
-    found = {key: Finding(**data[key]) if data[key] else None for key in ("finding", "remedy")}
-    return Result(name, found["finding"], found["remedy"], data["error"], data["seconds"])
+    finding, remedy = (Finding(**data[key]) if data[key] else None for key in ("finding", "remedy"))
+    return Result(name, finding, remedy, data["error"], data["seconds"])
 
 
 def _last_line(output: str) -> str:
@@ -146,8 +145,9 @@ def _last_line(output: str) -> str:
 
 
 def _nursery(tree: Tree, names: Sequence[str], folder: Path, jobs: int) -> None:
-    """Import what probes share, then run them as forked children, `jobs` at a time, each with
-    its time limit.
+    """Import NURSERY, then run the probes as forked children, `jobs` at a time.
+
+    Kills a probe after TIME_LIMIT_SECONDS.
     """
     for module in NURSERY:
         with contextlib.suppress(ImportError):
@@ -169,7 +169,7 @@ def _nursery(tree: Tree, names: Sequence[str], folder: Path, jobs: int) -> None:
 
 
 def _fork(tree: Tree, name: str, folder: Path) -> int:
-    """The child of one probe; its imports, output and state end with it."""
+    """Fork a child that runs one probe and writes its answer. Returns the child's pid."""
     if child := os.fork():
         return child
     os.setsid()
@@ -189,7 +189,7 @@ def _fork(tree: Tree, name: str, folder: Path) -> int:
 
 
 def _finish(folder: Path, name: str, status: int, seconds: float) -> None:
-    """Add the time to a probe's answer; write one for a probe that gave none."""
+    """Add the time to a probe's answer, or write an error if the probe did not answer."""
     path = folder / f"{name}.json"
     data: dict[str, Any] = {"finding": None, "remedy": None}
     if path.exists():
@@ -197,24 +197,23 @@ def _finish(folder: Path, name: str, status: int, seconds: float) -> None:
     elif seconds > TIME_LIMIT_SECONDS:
         data["error"] = f"no answer after {TIME_LIMIT_SECONDS} s"
     else:
-        said = _last_line((folder / f"{name}.log").read_text(errors="replace"))
-        data["error"] = f"the probe ended without an answer (wait status {status}): {said}"
+        last = _last_line((folder / f"{name}.log").read_text(errors="replace"))
+        data["error"] = f"the probe ended without an answer (wait status {status}): {last}"
     path.write_text(json.dumps(data | {"seconds": round(seconds, 2)}))
 
 
 def _answer(tree: Tree, name: str) -> dict[str, Any]:
-    """Run one probe here."""
+    """Run one probe in this process."""
     sys.path.insert(0, str(tree.root))
     if not (tree.root / "vllm" / "__pycache__").exists():
-        # An unpacked tree has no bytecode, and none is written into it: half a probe's time would
-        # be compiling it.
+        # An unpacked tree has no bytecode, and Python would take half of a probe's time to compile
+        # it. The bytecode is cached outside the tree, which stays unchanged.
         sys.pycache_prefix = str(cache_dir() / "probes" / "bytecode")
     try:
         module = load(name)
         finding = module.probe(tree)
-        remedy = (
-            module.remedy(tree) if hasattr(module, "remedy") and finding.state == "defect" else None
-        )
+        has_remedy = hasattr(module, "remedy") and finding.state == "defect"
+        remedy = module.remedy(tree) if has_remedy else None
     except BaseException as error:
         traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -224,8 +223,8 @@ def _answer(tree: Tree, name: str) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a JSON line a probe; with --answers be the nursery that leaves a file for each in
-    that folder.
+    """Print one JSON line per probe. With --answers FOLDER: be the nursery, and write a file per
+    probe into that folder.
     """
     parser = argparse.ArgumentParser(prog="python -m nibble.engine.patching.run")
     parser.add_argument("--root", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""patches/PROJECT: a quilt series with DEP-3 headers, and the sha256 of the files it changes."""
+"""Reads patches/PROJECT: a quilt series with DEP-3 headers, and the sha256 of the patched files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRISTINE = "pristine.sha256"
 
 @dataclass(frozen=True)
 class Patch:
-    """One purpose: its headers and what it changes."""
+    """A patch file: its headers and its changes."""
 
     name: str  # the file's name without .patch
     headers: Mapping[str, str]
@@ -38,18 +38,18 @@ class Patch:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The files it touches."""
+        """The files that it changes."""
         return tuple(change.path for change in self.changes)
 
     @property
     def summary(self) -> str:
-        """The first line of its description."""
+        """The first line of the description."""
         return self.headers["Description"].splitlines()[0]
 
 
 @dataclass(frozen=True)
 class Series:
-    """The patches of a project in their order, for one release of it."""
+    """The patches for one release of a project, in order."""
 
     project: str
     release: str
@@ -58,8 +58,9 @@ class Series:
 
 
 def load_series(project: str, folder: Path | None = None) -> Series:
-    """Read patches/PROJECT. Raises NibbleError (exit 6) for anything missing, unlisted or
-    malformed.
+    """Read patches/PROJECT. Raises NibbleError (exit 6) if a file is missing, unlisted or invalid.
+
+    folder: another folder to read, for tests.
     """
     folder = folder or root() / "patches" / project
     listed = _listed(folder)
@@ -142,8 +143,8 @@ def _read_patch(path: Path, folder: Path) -> Patch:
 
 
 def read_headers(text: str) -> dict[str, str]:
-    """The DEP-3 fields above the diff; lines that begin with a space continue the field above."""
-    found: dict[str, str] = {}
+    """The DEP-3 fields above the diff. A line that begins with a space continues a field."""
+    headers: dict[str, str] = {}
     name = ""
     for line in text.splitlines():
         if line.startswith("--- "):
@@ -151,10 +152,10 @@ def read_headers(text: str) -> dict[str, str]:
         field = re.match(r"([A-Z][A-Za-z-]*): *(.*)", line)
         if field:
             name = field.group(1)
-            found[name] = field.group(2).strip()
+            headers[name] = field.group(2).strip()
         elif line.startswith(" ") and name:
-            found[name] += "\n" + line.strip()
-    return found
+            headers[name] += "\n" + line.strip()
+    return headers
 
 
 def _pristine(folder: Path) -> dict[str, str]:

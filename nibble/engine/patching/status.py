@@ -1,4 +1,4 @@
-"""The two tables of docs/patches.md for one tree: whether each fix is needed and in place."""
+"""The state of one tree for each row of docs/patches.md: is the fix needed, and is it in place?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPORT = "report.json"
 
 @dataclass(frozen=True)
 class Line:
-    """One row, judged."""
+    """A row with its state in the tree. `detail`: the probe's finding or error."""
 
     id: str
     title: str
@@ -49,37 +49,38 @@ class Line:
 
     @property
     def in_order(self) -> bool:
-        """Whether a build may go on with this."""
+        """Whether a build may continue with this state."""
         return self.word not in ("needed", "failed")
 
 
 def installed_tree() -> Tree:
-    """vLLM as this interpreter would import it; it is not imported. Raises NibbleError (exit 6)
-    without one.
+    """The vLLM that this interpreter would import, without importing it.
+
+    Raises NibbleError (exit 6) if vLLM is not installed.
     """
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
         raise NibbleError(
             ExitCode.VERIFY,
             what="vLLM is not installed",
             expected="an installed vllm",
             action="run `make setup`, or name a tree with --root",
         )
-    return open_tree(Path(next(iter(found.submodule_search_locations))).parent)
+    return open_tree(Path(next(iter(spec.submodule_search_locations))).parent)
 
 
 def look(tree: Tree, names: Sequence[str] | None = None, jobs: int | None = None) -> list[Line]:
-    """Run the probes and judge every row, in the order of the tables."""
+    """Run the probes and return every row's state, in the order of the tables."""
     series = load_series("vllm")
     states = patch_states(tree, series)
     wanted = list(names or probe_names())
-    found = zip(rows(wanted).values(), run(tree, wanted, jobs), strict=True)
-    lines = [judge(row, result, states) for row, result in found]
+    results = zip(rows(wanted).values(), run(tree, wanted, jobs), strict=True)
+    lines = [judge(row, result, states) for row, result in results]
     return sorted(lines, key=lambda line: row_order(line.id))
 
 
 def judge(row: Row, result: Result, states: Mapping[str, PatchState]) -> Line:
-    """What a probe's result means beside what nibble does about the row."""
+    """The state of a row, from its probe's result and from nibble's fix."""
     fix = f"{row.fix.kind} {row.fix.at}" if row.fix else ""
     line = Line(row.id, row.title, "failed", "", fix, result.probe, result.seconds)
     if result.finding is None:
@@ -87,27 +88,31 @@ def judge(row: Row, result: Result, states: Mapping[str, PatchState]) -> Line:
     if result.finding.state == "not applicable":
         return replace(line, word="not applicable", detail=result.finding.detail)
     if row.fix and row.fix.kind == "patch":
-        word, shown = _patched(
-            result.finding, states.get(row.fix.at.partition("/")[2], "not applicable")
-        )
-    elif row.fix:
-        word, shown = _answered(result.finding, result.remedy)
-    else:
-        once = "defect" in row.expect.values()
-        sound: Word = "fixed upstream" if once else "not needed"
-        word, shown = ("not fixed" if result.finding.state == "defect" else sound), result.finding
-    return replace(line, word=word, detail=shown.detail)
+        state = states.get(row.fix.at.partition("/")[2], "not applicable")
+        return replace(line, word=_with_patch(result.finding, state), detail=result.finding.detail)
+    if row.fix:
+        word, shown = _with_remedy(result.finding, result.remedy)
+        return replace(line, word=word, detail=shown.detail)
+    return replace(line, word=_without_fix(result.finding, row), detail=result.finding.detail)
 
 
-def _patched(finding: Finding, state: PatchState) -> tuple[Word, Finding]:
+def _with_patch(finding: Finding, state: PatchState) -> Word:
     if state == "applied":
-        return ("applied" if finding.state == "sound" else "failed"), finding
-    return ("fixed upstream" if finding.state == "sound" else "needed"), finding
+        return "applied" if finding.state == "sound" else "failed"
+    return "fixed upstream" if finding.state == "sound" else "needed"
 
 
-def _answered(finding: Finding, remedy: Finding | None) -> tuple[Word, Finding]:
-    """A flag, rule, variable, plugin or check: the tree keeps its defect, and the remedy shows
-    it does no harm.
+def _without_fix(finding: Finding, row: Row) -> Word:
+    if finding.state == "defect":
+        return "not fixed"
+    had_defect = "defect" in row.expect.values()
+    return "fixed upstream" if had_defect else "not needed"
+
+
+def _with_remedy(finding: Finding, remedy: Finding | None) -> tuple[Word, Finding]:
+    """For a fix outside the tree (flag, rule, variable, plugin, check), which keeps its defect.
+
+    The remedy's finding shows whether the defect has an effect.
     """
     if finding.state == "sound":
         return "fixed upstream", finding
@@ -117,7 +122,7 @@ def _answered(finding: Finding, remedy: Finding | None) -> tuple[Word, Finding]:
 
 
 def row_order(row_id: str) -> tuple[int, int, str]:
-    """Seed rows by number and then by name, then the live defects N1, N2, …"""
+    """The sort key of a row: numbered rows, named rows, then the defects N1, N2, … of vLLM 0.32."""
     live = row_id[:1] == "N" and row_id[1:].isdigit()
     digits = (
         "".join(char for char in row_id if char.isdigit()) if live or row_id[:1].isdigit() else ""
@@ -126,15 +131,11 @@ def row_order(row_id: str) -> tuple[int, int, str]:
 
 
 def check(tree: Tree, lines: Sequence[Line]) -> None:
-    """Raise NibbleError (exit 6) naming what is not in order."""
+    """Raise NibbleError (exit 6) if the state of a row is "needed" or "failed"."""
     wrong = [line for line in lines if not line.in_order]
     if wrong:
-        first = wrong[0]
-        more = (
-            f", and {len(wrong) - 1} more ({', '.join(line.id for line in wrong[1:])})"
-            if wrong[1:]
-            else ""
-        )
+        first, others = wrong[0], [line.id for line in wrong[1:]]
+        more = f", and {len(others)} more ({', '.join(others)})" if others else ""
         raise NibbleError(
             ExitCode.VERIFY,
             what=f"{first.id} {first.word} in {tree.root}: {first.title}: {first.detail}{more}",
@@ -151,8 +152,9 @@ def check(tree: Tree, lines: Sequence[Line]) -> None:
 
 
 def keep_report(tree: Tree, lines: Sequence[Line]) -> None:
-    """Leave the table beside the record for `nibble doctor`; a tree without patches or without
-    permission keeps none.
+    """Store the table beside the record for `nibble doctor`.
+
+    Does nothing if the tree has no patches or is not writable.
     """
     folder = unit(tree) / RECORD_FOLDER
     data = {"key": _report_key(tree), "lines": [asdict(line) for line in lines]}
@@ -163,23 +165,18 @@ def keep_report(tree: Tree, lines: Sequence[Line]) -> None:
 
 
 def read_report(tree: Tree) -> list[Line] | None:
-    """The table of the last whole `check` of exactly these patches and probes, or None."""
+    """The table of the last full check with the current patches and probes, or None."""
     try:
         data = json.loads((unit(tree) / RECORD_FOLDER / REPORT).read_text(encoding="utf-8"))
         return (
             [Line(**line) for line in data["lines"]] if data["key"] == _report_key(tree) else None
         )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # none, cut short, or of another version of nibble
-        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # missing, incomplete, or from another version of nibble
 
 
 def _report_key(tree: Tree) -> str:
-    """Changes with the release, the series and the probes."""
+    """A digest of the release, the series and the probes."""
     folder = probes_folder().parent
     files = sorted([*folder.rglob("*.py"), *folder.rglob("*.patch"), *folder.rglob("series")])
     content = b"".join(path.read_bytes() for path in files)

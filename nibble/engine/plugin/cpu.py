@@ -1,4 +1,4 @@
-"""NVFP4 on vLLM's CPU platform, for which vLLM 0.32 has no kernel
+"""nibble's NVFP4 kernels on vLLM's CPU platform, for which vLLM 0.32 has none
 (kernels/linear/__init__.py:574, fused_moe/oracle/nvfp4.py).
 """
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from nibble_kernels.nvfp4_linear import nvfp4_linear
-from nibble_kernels.nvfp4_moe import activation_of, nvfp4_moe
+from nibble_kernels.nvfp4_linear.packed import PackedWeight, nvfp4_packed_linear, pack_weight
+from nibble_kernels.nvfp4_moe import activation_of
+from nibble_kernels.nvfp4_moe.packed import nvfp4_packed_moe, pack_experts
 from torch import Tensor
 from torch.nn import Parameter
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
@@ -26,10 +26,10 @@ from nibble.engine.plugin.experts import (
 
 @reported_as(CPU_LINEAR)
 class CpuNvFp4LinearKernel(NvFp4LinearKernel):
-    """nibble::nvfp4_linear on a layer's tensors as the checkpoint has them.
+    """nibble::nvfp4_packed_linear on a weight that is packed once, when it is loaded.
 
-    W4A4 where the layer has `input_global_scale_inv`, W4A16 where it does not.
-    `weight_column_scale`, float32 [N], is applied where the layer has it.
+    W4A4 if the layer has `input_global_scale_inv`, else W4A16. Applies `weight_column_scale`,
+    float32 [N], if the layer has it.
     """
 
     fuses_column_scale = True
@@ -42,14 +42,16 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
         return True, None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: codes and scales are read in the checkpoint's own layout."""
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace codes and scales by packed ones. Raises ValueError if a scale is NaN."""
+        packed = pack_weight(layer.weight.data, layer.weight_scale.data)
+        layer.weight, layer.weight_scale = _constant(packed.codes), _constant(packed.scales)
+        self.rows = packed.rows
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return nvfp4_linear(
+        return nvfp4_packed_linear(
             x,
-            layer.weight,
-            layer.weight_scale,
+            PackedWeight(layer.weight, layer.weight_scale, self.rows),
             layer.weight_global_scale,
             column_scale=getattr(layer, "weight_column_scale", None),
             bias=bias,
@@ -58,25 +60,28 @@ class CpuNvFp4LinearKernel(NvFp4LinearKernel):
 
 
 class _CpuExperts(Experts):
-    """nibble::nvfp4_moe on a layer's tensors as they are."""
+    """nibble::nvfp4_packed_moe on experts that are packed once, when they are loaded."""
 
     where = "on the CPU"
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
     ) -> None:
-        """gate and up have one input, so the larger scale serves both, as vLLM has it."""
+        """Store the multipliers. gate and up share an input, so the larger scale counts."""
         self.swiglu = {name: swiglu(layer, self.moe, name) for name in ("limit", "alpha", "beta")}
         activation_of(layer.activation.value, **self.swiglu)
         layer.w13_global_scale, layer.w2_global_scale = (
-            _constant(scale) for scale in global_scales
+            _constant(scale.detach().clone()) for scale in global_scales
         )
+        for name in ("w13", "w2"):
+            codes, scales = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+            packed = pack_experts(codes.data, scales.data)
+            for part, tensor in zip(("weight", "weight_scale"), packed, strict=True):
+                setattr(layer, f"{name}_{part}", _constant(tensor))
         if not self.use_a16:
             w13, w2 = input_scales
-            layer.w13_input_multiplier, layer.w2_input_multiplier = (
-                _constant(w13.amax(1)),
-                _constant(w2),
-            )
+            layer.w13_input_multiplier = _constant(w13.amax(1))
+            layer.w2_input_multiplier = _constant(w2.detach().clone())
 
     def apply(
         self,
@@ -87,10 +92,10 @@ class _CpuExperts(Experts):
         *shared: object,
         **rest: object,
     ) -> Tensor:
-        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32
+        """The sum of the routed experts. vLLM's runner has computed the shared experts (vllm 0.32
         moe_runner.py:617).
         """
-        return nvfp4_moe(
+        return nvfp4_packed_moe(
             x,
             topk_weights,
             local_ids(layer, topk_ids),
@@ -111,7 +116,7 @@ class _CpuExperts(Experts):
 
 
 def _constant(value: Tensor) -> Parameter:
-    return Parameter(value.detach().clone(), requires_grad=False)
+    return Parameter(value.detach(), requires_grad=False)
 
 
 @reported_as(CPU_EXPERTS[0])

@@ -1,9 +1,10 @@
-"""RoPE on vLLM's CPU platform where queries come as [tokens, heads, head size], as latent attention
-(MLA) gives them.
+"""RoPE on vLLM's CPU platform for queries of shape [tokens, heads, head size], as in latent
+attention (MLA).
 
 vLLM 0.32's CPU operator takes heads and stride from the last two dimensions
-(csrc/cpu/pos_encoding.cpp:342), so that it rotates each head as if it were a token, and leaves most
-of them as they were. Its plain torch code is right; queries [tokens, width] stay with the operator.
+(csrc/cpu/pos_encoding.cpp:342): it rotates each head as if it were a token, and leaves most heads
+unrotated. vLLM's torch code is correct for these queries. The operator still handles queries
+[tokens, width].
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nibble.engine.plugin.require import replace, required
 
 
 def rotate_heads_apart() -> None:
-    """Follow RotaryEmbedding.forward_cpu (vllm 0.32 rotary_embedding/base.py:298)."""
+    """Replace RotaryEmbedding.forward_cpu (vllm 0.32 rotary_embedding/base.py:298)."""
     names = ("self", "positions", "query", "key")
     operator = required(RotaryEmbedding, "forward_cpu", *names)
     required(RotaryEmbedding, "forward_native", *names)

@@ -1,8 +1,8 @@
-"""A router's correction bias on vLLM's CPU platform (Ernie 4.5 and Laguna).
+"""Adds a router's correction bias on vLLM's CPU platform (Ernie 4.5 and Laguna).
 
-vLLM 0.32's CPURouter adds it where experts are in groups, and drops it where they are not: softmax
-scores choose without it, and sigmoid scores end in an AssertionError
-(fused_moe/router/cpu_router.py:249). On GPUs FusedTopKBiasRouter adds it.
+vLLM 0.32's CPURouter adds the bias only for experts in groups. Without groups, softmax scores
+ignore it, and sigmoid scores end in an AssertionError (fused_moe/router/cpu_router.py:249). On GPUs
+FusedTopKBiasRouter adds it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,22 @@ from vllm.model_executor.layers.fused_moe.router import cpu_router
 from nibble.engine.plugin.require import replace, required, required_of_instances
 
 SCORES = ("softmax", "sigmoid")
-GROUPED = (
-    "gating_output",
-    "topk",
-    "renormalize",
-    "num_expert_group",
-    "topk_group",
-    "scoring_func",
-    "routed_scaling_factor",
-    "e_score_correction_bias",
+# Parameters of vLLM's _grouped_topk, and attributes of its CPURouter.
+GROUPED = tuple(
+    "gating_output topk renormalize num_expert_group topk_group scoring_func routed_scaling_factor"
+    " e_score_correction_bias".split()
 )
-ATTRIBUTES = (
-    "use_grouped_topk",
-    "custom_routing_function",
-    "e_score_correction_bias",
-    "scoring_func",
-    "top_k",
-    "renormalize",
-    "routed_scaling_factor",
+ATTRIBUTES = tuple(
+    "use_grouped_topk custom_routing_function e_score_correction_bias scoring_func top_k"
+    " renormalize routed_scaling_factor".split()
 )
 
 
 def add_biases() -> None:
-    """Follow CPURouter._compute_routing: experts with a bias and without groups are one group."""
+    """Replace CPURouter._compute_routing: experts without groups become one group.
+
+    Raises VllmMismatch.
+    """
     router = cpu_router.CPURouter
     compute = required(router, "_compute_routing")
     required_of_instances(router, *ATTRIBUTES)

@@ -1,5 +1,5 @@
-"""NVFP4 weights with unquantized activations on NVIDIA GPUs: nibble's decode kernels as linear
-layers and experts of vLLM's.
+"""nibble's GPU kernels for NVFP4 weights and unquantized activations, as vLLM linear layers and
+experts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from nibble.engine.plugin.experts import (
 
 
 def runs_here() -> tuple[bool, str | None]:
-    """Whether our kernels are compiled for the GPU that is here, and what is missing."""
+    """Whether nibble's kernels run on this GPU, and the reason if not."""
     if not current_platform.is_cuda() or not current_platform.has_device_capability(90):
         return False, "it needs an NVIDIA GPU of compute capability 9.0 or later"
-    found = load().get("cuda", "not compiled")
-    return found == "compiled", f"nibble-kernels: CUDA {found}"
+    state = load().get("cuda", "not compiled")
+    return state == "compiled", f"nibble-kernels: CUDA {state}"
 
 
 def require_ours(kernel: str, use_a16: bool, backend: str) -> None:
-    """Raise ValueError where our kernel cannot run or would change a layer's arithmetic, or
-    beside another that was asked for.
+    """Raise ValueError if nibble's kernel cannot run, would change a layer's arithmetic, or
+    conflicts with `backend`, the flag for another kernel.
     """
     supported, reason = runs_here()
     if not supported:
@@ -53,12 +53,11 @@ def require_ours(kernel: str, use_a16: bool, backend: str) -> None:
 
 @reported_as(GPU_LINEAR)
 class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
-    """nibble::nvfp4_weight_linear on a weight that is put in the order of its use once, when it is
-    loaded.
+    """nibble::nvfp4_weight_linear. The weight is rearranged once, when it is loaded.
 
-    W4A16, also for a layer whose checkpoint has input scales, as vLLM's Marlin and Humming do it.
-    `weight_column_scale`, float32 [N], is applied where the layer has it. With
-    VLLM_BATCH_INVARIANT=1 a row's result does not depend on how many there are.
+    W4A16, also for a layer with input scales in the checkpoint, like vLLM's Marlin and Humming.
+    Applies `weight_column_scale`, float32 [N], if the layer has it. With VLLM_BATCH_INVARIANT=1 a
+    row's result does not depend on the number of rows.
     """
 
     fuses_column_scale = True
@@ -72,8 +71,8 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace codes and scales by those of prepare_weight. Raises ValueError for rows in no
-        multiple of 8.
+        """Replace codes and scales by those of prepare_weight. Raises ValueError if the number of
+        rows is not a multiple of 8.
         """
         codes = layer.weight.data
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
@@ -86,7 +85,7 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
     def apply_weights(
         self, layer: Any, x: Tensor, bias: Tensor | None = None, *, silu_mul: bool = False
     ) -> Tensor:
-        """x [..., K] -> [..., N], or [..., N/2] with silu_mul."""
+        """x [..., K] to [..., N], or to [..., N/2] with silu_mul."""
         return nvfp4_weight_linear(
             x,
             PreparedWeight(layer.weight, layer.weight_scale, self.rows, self.native),
@@ -99,25 +98,24 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
 
 
 class _GpuExperts(Experts):
-    """nibble::nvfp4_weight_moe on experts that are put in the order of their use once, when they
-    are loaded. W4A16.
-    """
+    """nibble::nvfp4_weight_moe, W4A16. The weights are rearranged once, when they are loaded."""
 
     where = "by nibble's GPU kernel"
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
     ) -> None:
-        """Replace codes and scales by those of prepare_experts. Raises ValueError for what the
-        kernel does not compute.
+        """Replace codes and scales by those of prepare_experts. Raises ValueError for experts that
+        the kernel does not support.
         """
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError(
                 "VLLM_BATCH_INVARIANT rules out nibble's NVFP4 experts: the order of their sums"
                 " depends on the number of tokens"
             )
-        asked = self.moe.moe_backend
-        require_ours("experts", self.use_a16, "" if asked == "auto" else f"--moe-backend {asked}")
+        backend = self.moe.moe_backend
+        flag = "" if backend == "auto" else f"--moe-backend {backend}"
+        require_ours("experts", self.use_a16, flag)
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
         limits = [
             name for name in ("limit", "alpha", "beta") if swiglu(layer, self.moe, name) is not None
@@ -155,7 +153,7 @@ class _GpuExperts(Experts):
         *shared: object,
         **rest: object,
     ) -> Tensor:
-        """The routed experts' sum; shared experts have been computed by the runner (vllm 0.32
+        """The sum of the routed experts. vLLM's runner has computed the shared experts (vllm 0.32
         moe_runner.py:617).
         """
         return nvfp4_weight_moe(
@@ -175,9 +173,9 @@ class _GpuExperts(Experts):
 
 @reported_as(GPU_EXPERTS[0])
 class NibbleModelOptNvFp4MoE(_GpuExperts, ModelOptExperts):
-    """Experts of ModelOpt checkpoints by our GPU kernel."""
+    """Experts of ModelOpt checkpoints in nibble's GPU kernel."""
 
 
 @reported_as(GPU_EXPERTS[1])
 class NibbleCompressedTensorsNvFp4MoE(_GpuExperts, CompressedTensorsExperts):
-    """Experts of compressed-tensors checkpoints by our GPU kernel."""
+    """Experts of compressed-tensors checkpoints in nibble's GPU kernel."""

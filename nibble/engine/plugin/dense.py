@@ -1,5 +1,5 @@
-"""NVFP4 linear layers of ModelOpt and compressed-tensors checkpoints with the scales they were
-quantized with.
+"""NVFP4 linear layers of ModelOpt and compressed-tensors checkpoints, with exactly merged global
+scales.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from nibble.engine.plugin.require import required, required_of_instances
 
 
 def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
-    """For modelopt.LINEAR_METHOD_BUILDERS: algorithm of the checkpoint -> method of a layer."""
+    """For modelopt.LINEAR_METHOD_BUILDERS: the checkpoint's algorithm -> builder of a method.
+
+    Raises VllmMismatch.
+    """
     _require_methods()
 
     def build(algorithm: str, config: object, prefix: str) -> ModelOptLinearMethod:
@@ -44,7 +47,7 @@ def modelopt_builders() -> dict[str, Callable[..., ModelOptLinearMethod]]:
 
 
 def _require_methods() -> None:
-    """What the classes below call and read of vLLM's."""
+    """Check the names of vLLM that the classes below use."""
     required(modelopt, "resolve", "algo", "subcfg", "prefix")
     method, scheme = modelopt.ModelOptLinearMethod, vllm_scheme.CompressedTensorsW4A4Fp4
     for owner in (method, scheme):
@@ -68,7 +71,7 @@ def _require_methods() -> None:
 
 
 class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):
-    """vLLM's method, which takes the largest weight_scale_2 for every shard (vllm 0.32
+    """Fixes vLLM's method, which uses the largest weight_scale_2 for every shard (vllm 0.32
     modelopt.py:2062).
     """
 
@@ -92,11 +95,10 @@ class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):
 
 
 class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
-    """vLLM's scheme, which takes the smallest multiplier (the largest divisor) for every shard."""
+    """Fixes vLLM's scheme, which uses the largest divisor for every shard."""
 
     def __init__(self, use_a16: bool = False):
-        # The tensors of a W4A4 checkpoint are loaded all the same when its activations are to stay
-        # in BF16.
+        # With BF16 activations, vLLM still loads the input scales of a W4A4 checkpoint.
         self.drops_input_scale = not use_a16 and current_options().weights_only
         self.is_real = weights_are_real()
         super().__init__(use_a16=use_a16 or self.drops_input_scale)

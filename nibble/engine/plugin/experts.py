@@ -1,5 +1,6 @@
-"""Experts that nibble computes itself, in place of vLLM's oracle of GPU kernels: what is common
-to the CPU and to GPUs.
+"""Base classes of experts that nibble's kernels compute, on the CPU and on GPUs.
+
+They replace vLLM's methods, which choose among vLLM's GPU kernels.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from nibble.engine.plugin.options import current_options, weights_are_real
 
 
 class Experts(FusedMoEMethodBase):
-    """The subclasses below know the names that checkpoints give to tensors; those of a device
-    have `prepare` and `apply`.
+    """NVFP4 experts.
+
+    Subclasses in this module have the checkpoints' names of tensors. Subclasses for a device
+    implement `prepare` and `apply`.
     """
 
     supports_pre_processed_weights = False
     per_token_activation = False
-    use_global_sf = False  # input scales of this rank's experts alone
-    use_a16: bool
-    where: str  # for errors: "on the CPU"
+    use_global_sf = False  # input scales are only those of this rank's experts
+    use_a16: bool  # activations stay in BF16
+    where: str  # for errors, such as "on the CPU"
 
     def _start(self, moe: FusedMoEConfig, use_a16: bool) -> None:
-        """In place of vLLM's constructors, which choose among GPU kernels."""
+        """Replaces vLLM's constructors, which choose among GPU kernels. Raises ValueError."""
         FusedMoEMethodBase.__init__(self, moe)
         if moe.has_bias:
             raise ValueError(f"NVFP4 experts with biases are not supported {self.where}")
@@ -41,8 +44,9 @@ class Experts(FusedMoEMethodBase):
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
     ) -> None:
-        """Multipliers: of w13 [E, 2] or, without gate, [E, 1], and of w2 [E]; of their inputs
-        likewise.
+        """Prepare the layer for the kernel. Both arguments are multipliers of (w13, w2).
+
+        w13's are [E, 2] for gate and up, or [E, 1] without gate; w2's are [E].
         """
         raise NotImplementedError
 
@@ -57,12 +61,14 @@ class Experts(FusedMoEMethodBase):
         return False
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        """None: it is for vLLM's own kernels."""
+        """None: only vLLM's kernels use it."""
 
 
 class ModelOptExperts(Experts, modelopt.ModelOptNvFp4FusedMoE):
-    """Experts of ModelOpt checkpoints. (vLLM's loader asks for "ModelOpt" in the name of the
-    class: routed_experts.py:826.)
+    """Experts of ModelOpt checkpoints.
+
+    vLLM's loader checks that the name of the class contains "ModelOpt" (vllm 0.32
+    routed_experts.py:826).
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class ModelOptExperts(Experts, modelopt.ModelOptNvFp4FusedMoE):
 
 
 class CompressedTensorsExperts(Experts, vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod):
-    """Experts of compressed-tensors checkpoints; their global scales are divisors."""
+    """Experts of compressed-tensors checkpoints, whose global scales are divisors."""
 
     def __init__(
         self, moe: FusedMoEConfig, layer_name: str | None = None, use_a16: bool = False
@@ -121,16 +127,18 @@ class CompressedTensorsExperts(Experts, vllm_compressed.CompressedTensorsW4A4Nvf
 
 
 def local_ids(layer: Any, topk_ids: Tensor) -> Tensor:
-    """Experts as rows of this rank's weights; below 0 those of other ranks."""
+    """Ids of experts as indices into this rank's weights; negative for experts of other ranks."""
     if layer.expert_map is None:
         return topk_ids
     return torch.where(topk_ids < 0, -1, layer.expert_map[topk_ids.clamp(min=0).long()])
 
 
 def swiglu(layer: torch.nn.Module, moe: FusedMoEConfig, name: str) -> float | None:
-    """The layer's own parameter, or the model's, as vLLM has it (fused_moe/activation.py:194)."""
-    own = getattr(layer, f"swiglu_{name}", None)
-    return own if own is not None else getattr(moe, f"swiglu_{name}", None)
+    """The layer's parameter swiglu_<name>, else the model's, as in vLLM 0.32
+    (fused_moe/activation.py:194).
+    """
+    value = getattr(layer, f"swiglu_{name}", None)
+    return value if value is not None else getattr(moe, f"swiglu_{name}", None)
 
 
 def _both(name: str) -> tuple[str, str]:

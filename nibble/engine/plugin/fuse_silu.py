@@ -1,6 +1,4 @@
-"""What our GPU kernel does for a layer's neighbour: silu · mul after gate and up. Arranged when
-a model is loaded.
-"""
+"""Fuses silu · mul into nibble's GPU kernel for gate and up, when a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,23 +14,18 @@ from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
 from nibble.engine.plugin.layers import kernel_of
 from nibble.engine.plugin.require import replace, required, required_of_instances
 
-# Whose forward is down_proj(act_fn(gate_up_proj(x))), with nothing in between.
+# Classes of vLLM 0.32 whose forward is exactly down_proj(act_fn(gate_up_proj(x))).
 PLAIN_MLPS = frozenset(
-    (
-        "DeepseekV2MLP",
-        "Glm4MoeMLP",
-        "LlamaMLP",
-        "MistralMLP",
-        "Qwen2MLP",
-        "Qwen2MoeMLP",
-        "Qwen3MoeMLP",
-    )
+    "DeepseekV2MLP Glm4MoeMLP LlamaMLP MistralMLP Qwen2MLP Qwen2MoeMLP Qwen3MoeMLP".split()
 )
 
 
 def follow_loading() -> None:
-    """Fuse in every model that vLLM loads in this process (vllm 0.32 base_loader.py:109)."""
-    name = "process_weights_after_loading"  # which that module imports for itself
+    """Fuse in every model that vLLM loads in this process (vllm 0.32 base_loader.py:109).
+
+    Raises VllmMismatch.
+    """
+    name = "process_weights_after_loading"  # a name in that module's namespace
     names = ("model", "model_config", "target_device")
     process = required(base_loader, name, *names)
     required_of_instances(VllmConfig, "lora_config")
@@ -42,38 +35,36 @@ def follow_loading() -> None:
         process(model, *rest)
         config = get_current_vllm_config_or_none()
         has_adapters = config is not None and config.lora_config is not None
-        if not has_adapters:  # adapters add to gate and up before silu · mul
+        if not has_adapters:  # LoRA adapters add to gate and up before silu · mul
             fuse_silu_mul(model)
 
     replace(base_loader, name, process_and_fuse)
 
 
 def fuse_silu_mul(model: nn.Module) -> None:
-    """Let gate and up of plain MLPs come with silu · mul."""
+    """Fuse silu · mul into gate and up of each plain MLP that nibble's kernel computes."""
     for mlp in list(model.modules()):
         if type(mlp).__name__ in PLAIN_MLPS and type(mlp.act_fn) is SiluAndMul:
-            kernel = our_kernel_of(mlp.gate_up_proj)
+            kernel = nibble_kernel_of(mlp.gate_up_proj)
             if kernel is not None:
                 mlp.gate_up_proj = GateUpSiluMul(mlp.gate_up_proj, kernel)
                 mlp.act_fn = nn.Identity()
 
 
-def our_kernel_of(layer: Any) -> NibbleNvFp4LinearKernel | None:
-    """Our kernel where it computes a layer."""
+def nibble_kernel_of(layer: Any) -> NibbleNvFp4LinearKernel | None:
+    """The layer's kernel, if it is nibble's."""
     kernel = kernel_of(layer)
     return kernel if isinstance(kernel, NibbleNvFp4LinearKernel) else None
 
 
 class GateUpSiluMul(nn.Module):
-    """A fused gate_up_proj whose output, [..., N/2], has been through silu · mul; returns what
-    vLLM's layer does.
-    """
+    """A gate_up_proj with silu · mul. Returns (output, None), as vLLM's layer does."""
 
     def __init__(self, layer: Any, kernel: NibbleNvFp4LinearKernel) -> None:
         super().__init__()
         self.layer, self._kernel = layer, kernel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """x [..., K]."""
+        """x [..., K] to [..., N/2]."""
         layer: Any = self.layer
         return self._kernel.apply_weights(layer, x, layer.bias, silu_mul=True), None

@@ -1,4 +1,4 @@
-"""Puts the plugin's classes and functions in the place of vLLM's."""
+"""Replaces classes and functions of vLLM by the plugin's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nibble.engine.plugin import (
     cpu_process,
     cpu_rope,
     cpu_router,
+    cpu_seeds,
     dense,
     fuse_silu,
     kernels,
@@ -32,7 +33,7 @@ from nibble.engine.plugin.require import replace, required
 
 
 def install() -> None:
-    """Everything. Raises VllmMismatch."""
+    """Install all parts of the plugin. Raises VllmMismatch."""
     cloverlm.register_cloverlm()
     quartet2.register_quartet2()
     kernels.register_cpu_kernel()
@@ -47,11 +48,12 @@ def install() -> None:
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()
     cpu_process.compute_in_the_engine()
+    cpu_seeds.keep_generators()
     whole_load.check_loads()
 
 
 def _install_linear() -> None:
-    """Names are those that vLLM's modules import for themselves."""
+    """Replace the names in the namespaces of the modules that import them."""
     for module in (modelopt, compressed_tensors_linear):
         replace(module, "init_nvfp4_linear_kernel", kernels.nvfp4_linear_kernel, "use_a16")
     required(modelopt, "LINEAR_METHOD_BUILDERS").update(dense.modelopt_builders())

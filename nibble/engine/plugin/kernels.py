@@ -1,5 +1,7 @@
-"""Which kernel multiplies an NVFP4 linear layer: ours on the CPU and where it is asked for,
-vLLM's choice elsewhere.
+"""Chooses the kernel of an NVFP4 linear layer.
+
+nibble's kernel on the CPU and where an option or VLLM_BATCH_INVARIANT requires it; else vLLM's
+choice.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below
 
 
 def register_cpu_kernel() -> None:
-    """Give the CPU platform its row of vLLM's table, which has none (vllm 0.32
-    kernels/linear/__init__.py:574).
+    """Register NVFP4 kernels for the CPU platform, for which vLLM 0.32 has none
+    (kernels/linear/__init__.py:574).
 
     vLLM's emulation comes second, for --linear-backend emulation.
     """
@@ -33,11 +35,13 @@ def register_cpu_kernel() -> None:
 
 
 def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
-    """vLLM's init_nvfp4_linear_kernel, which for weights alone knows GPU kernels only (lines
-    1132 and 1179 there).
+    """Replaces vLLM's init_nvfp4_linear_kernel, which has only GPU kernels for weight-only layers
+    (lines 1132 and 1179 of vllm 0.32 kernels/linear/__init__.py).
+
+    use_a16: activations stay unquantized.
     """
     if current_options().linear_kernel == "nibble":
-        return _ours(use_a16)
+        return _nibble_kernel(use_a16)
     if use_a16 and current_platform.is_cpu():
         return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())
     if use_a16 and envs.VLLM_BATCH_INVARIANT:
@@ -45,20 +49,19 @@ def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
     return linear.init_nvfp4_linear_kernel(use_a16)
 
 
-def _ours(use_a16: bool) -> NvFp4LinearKernel:
-    """Our GPU kernel. Raises ValueError where it cannot be had."""
+def _nibble_kernel(use_a16: bool) -> NvFp4LinearKernel:
+    """nibble's GPU kernel. Raises ValueError if it cannot run."""
     backend = linear._get_linear_backend(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4")
     require_ours("kernel", use_a16, "" if backend == "auto" else f"--linear-backend {backend}")
     return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
 
 
 def _batch_invariant() -> NvFp4LinearKernel:
-    """Our GPU kernel, which adds in one order whatever the number of rows, for weights alone with
-    VLLM_BATCH_INVARIANT.
+    """nibble's GPU kernel, for weight-only layers with VLLM_BATCH_INVARIANT. Raises ValueError.
 
-    vLLM has none: it forces CUTLASS' or the emulation, and then refuses them (lines 1145 and 1188
-    there). As there, the variable comes before --linear-backend. Raises ValueError where our kernel
-    cannot run.
+    Its order of additions does not depend on the number of rows. vLLM has no such kernel: it forces
+    CUTLASS or the emulation, and then refuses them (lines 1145 and 1188 of vllm 0.32
+    kernels/linear/__init__.py). As in vLLM, the variable overrides --linear-backend.
     """
     supported, reason = NibbleNvFp4LinearKernel.is_supported()
     if not supported:
@@ -75,5 +78,5 @@ def _batch_invariant() -> NvFp4LinearKernel:
 
 
 def is_marlin(kernel: NvFp4LinearKernel) -> bool:
-    """Whether block scales go through Marlin's narrower format."""
+    """Whether the kernel is Marlin, which stores block scales in a narrower format."""
     return isinstance(kernel, MarlinNvFp4LinearKernel)

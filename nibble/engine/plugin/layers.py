@@ -1,5 +1,6 @@
-"""What the plugin does to the tensors of a layer, apart from vLLM's classes: the layer is any
-module with vLLM's names.
+"""Functions on the tensors of a layer, independent of vLLM's classes.
+
+A layer is any module whose tensors have vLLM's names.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch.nn import Parameter
 
 from nibble.engine.contract import NOT_LOADED
 
-COLUMN_SCALE = "weight_column_scale"  # float32 [N], where a layer needs one
+COLUMN_SCALE = "weight_column_scale"  # float32 [N], only on layers that need it
 
 
 def mark_unloaded(layer: Any, *names: str) -> None:
-    """Fill scales with NaN: vLLM leaves memory as it was, and a scale that no file has would be
-    whatever lay there.
+    """Fill scales with NaN, so that `check_loaded` finds those that no file has.
+
+    vLLM does not initialize their memory.
     """
     for name in names:
         if hasattr(layer, name):
@@ -32,9 +34,7 @@ def mark_unloaded(layer: Any, *names: str) -> None:
 
 
 def check_loaded(layer: Any, *names: str) -> None:
-    """ScaleError with the layer's name for scales that the checkpoint does not have, or has as
-    NaN.
-    """
+    """Raise ScaleError with the layer's name for scales that no file has or that are NaN."""
     for name in names:
         if getattr(layer, name).data.float().isnan().any():
             action = "`nibble inspect` shows what the checkpoint has"
@@ -50,23 +50,24 @@ def check_loaded(layer: Any, *names: str) -> None:
 
 
 def name_of(layer: Any) -> str:
-    """The layer's name in the model, as far as vLLM tells it."""
+    """The layer's name in the model, or its class if vLLM does not store the name."""
     return getattr(layer, "prefix", "") or getattr(layer, "layer_name", "") or type(layer).__name__
 
 
 def kernel_of(module: Any) -> Any:
-    """The kernel object of a linear layer: the method's own, or that of compressed-tensors'
-    scheme; None where there is none.
+    """The kernel object of a linear layer, or None.
+
+    The quantization method has it, or the scheme of compressed-tensors.
     """
-    method = getattr(module, "quant_method", None)
-    return getattr(method, "kernel", None) or getattr(
-        getattr(module, "scheme", None), "kernel", None
-    )
+    method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
+    return getattr(method, "kernel", None) or getattr(scheme, "kernel", None)
 
 
 def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> Tensor | None:
-    """One global scale in all places of `layer.<name>` and new block scales; returns column
-    factors where they do not suffice.
+    """Give a fused layer one global scale and new block scales, in place (merge.merge_scales).
+
+    name: of the global scales [parts]; divisors: they are divisors; marlin: Marlin multiplies.
+    Returns factors of the output columns, float32 [N], or None. Raises ScaleError.
     """
     stored = getattr(layer, name).data
     multipliers = 1 / stored if divisors else stored
@@ -76,7 +77,7 @@ def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> 
         merged = merge_scales(scales, multipliers, layer.logical_widths, codes)
     except ScaleError as error:
         raise ScaleError(f"{name_of(layer)}.{name}: {error}") from None
-    # One of the stored values, so that a divisor is not inverted twice.
+    # A stored value, so that a divisor is not inverted twice.
     stored.fill_(stored[int((multipliers == merged.global_scale).nonzero()[0])].item())
     if merged.scales is not scales:
         scales.copy_(merged.scales)
@@ -84,15 +85,15 @@ def merge_layer(layer: Any, name: str, marlin: bool, divisors: bool = False) -> 
 
 
 def _codes(layer: Any, weight: str, divisors: bool) -> Tensor:
-    """The codes of a weight; compressed-tensors, whose global scales are divisors, has not
-    renamed them at this point.
+    """The codes of a weight. compressed-tensors, whose global scales are divisors, renames them
+    only later.
     """
     return getattr(layer, f"{weight}_packed" if divisors else weight).data
 
 
 def set_column_scale(layer: Any, column_scale: Tensor | None) -> None:
-    """Give the layer its column factors. Comes after the kernel's own preparation: Humming's
-    throws out what it does not know.
+    """Store the column factors in the layer. Call it after the kernel's preparation, because
+    Humming's removes parameters that it does not know.
     """
     if column_scale is not None:
         layer.register_parameter(COLUMN_SCALE, Parameter(column_scale, requires_grad=False))
@@ -105,8 +106,9 @@ def apply_column_scale(
     x: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    """`apply` times the column factors, before the bias; a kernel with `fuses_column_scale` has
-    done so itself.
+    """The result of `apply` with the column factors, which come before the bias.
+
+    A kernel with `fuses_column_scale` applies them itself.
     """
     column_scale = getattr(layer, COLUMN_SCALE, None)
     if column_scale is None or getattr(kernel, "fuses_column_scale", False):
@@ -126,12 +128,13 @@ def merge_experts(
     marlin: bool,
     divisors: bool,
 ) -> None:
-    """Bring w13's two global scales of each expert to one, in place (see merge.merge_gate_up), and
-    shift scales for Marlin.
+    """Merge w13's two global scales of each expert, in place (merge.merge_gate_up), and shift block
+    scales for Marlin. Raises ScaleError.
 
-    `layer.w13_<global_name>` is [E, 2] or [E, 1], `layer.w2_<global_name>` [E],
-    `layer.w2_<input_name>` [E] or, for kernels that take the largest scale of all experts, [experts
-    of all ranks]; None for weights alone.
+    global_name: `layer.w13_<global_name>` is [E, 2] or [E, 1], `layer.w2_<global_name>` is [E].
+    input_name: `layer.w2_<input_name>` is [E], or [experts of all ranks] for kernels that use the
+    largest scale of all experts; None for weight-only kernels.
+    linear_in_up: the activation is linear in up; divisors: global scales are divisors.
     """
     try:
         if gated:
@@ -148,43 +151,44 @@ def _merge_gate_up(
 ) -> None:
     w13, w2 = (getattr(layer, f"{weight}_{global_name}").data for weight in ("w13", "w2"))
     if (w13[:, 0] == w13[:, 1]).all():
-        return  # nothing to do, and divisors are not inverted twice
+        return  # already equal, and divisors are not inverted twice
     w2_input = getattr(layer, f"w2_{input_name}").data if input_name else None
-    here = _local_experts(layer, w2_input) if w2_input is not None else None
+    local = _local_experts(layer, w2_input) if w2_input is not None else None
 
-    def flipped(scale: Tensor) -> Tensor:
+    def inverted(scale: Tensor) -> Tensor:
+        """A divisor as a multiplier, or the reverse."""
         return 1 / scale if divisors else scale
 
     merged = merge_gate_up(
         layer.w13_weight_scale.data,
-        flipped(w13),
-        flipped(w2),
-        flipped(w2_input[here]) if w2_input is not None else None,
+        inverted(w13),
+        inverted(w2),
+        inverted(w2_input[local]) if w2_input is not None else None,
         linear_in_up,
     )
     layer.w13_weight_scale.data.copy_(merged.w13_scales)
-    w13.copy_(flipped(merged.w13_global_scale)[:, None].expand_as(w13))
-    w2.copy_(flipped(merged.w2_global_scale))
+    w13.copy_(inverted(merged.w13_global_scale)[:, None].expand_as(w13))
+    w2.copy_(inverted(merged.w2_global_scale))
     if w2_input is not None and merged.w2_input_scale is not None:
-        w2_input[here] = flipped(merged.w2_input_scale)
+        w2_input[local] = inverted(merged.w2_input_scale)
 
 
 def _lift(layer: Any, weight: str, global_name: str, divisors: bool) -> None:
     blocks, stored = getattr(layer, f"{weight}_weight_scale").data, getattr(layer, global_name).data
-    first = stored.reshape(len(stored), -1)[:, 0]  # w13's columns are equal by now
-    own = 1 / first if divisors else first
+    first = stored.reshape(len(stored), -1)[:, 0]  # w13's columns are equal after _merge_gate_up
+    before = 1 / first if divisors else first
     lifted, multipliers = lift_experts_for_marlin(
-        blocks, own, _codes(layer, f"{weight}_weight", divisors)
+        blocks, before, _codes(layer, f"{weight}_weight", divisors)
     )
     if lifted is not blocks:
         blocks.copy_(lifted)
-    if multipliers is not own:
+    if multipliers is not before:
         values = 1 / multipliers if divisors else multipliers
         stored.copy_(values.reshape(-1, *[1] * (stored.ndim - 1)).expand_as(stored))
 
 
 def _local_experts(layer: Any, w2_input: Tensor) -> Tensor:
-    """Places of this rank's experts in `w2_input`."""
+    """Indices of this rank's experts in `w2_input`."""
     count = layer.w13_weight_scale.shape[0]
     if w2_input.shape[0] == count:
         return torch.arange(count, device=w2_input.device)

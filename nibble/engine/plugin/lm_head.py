@@ -1,8 +1,7 @@
-"""The output head in NVFP4: loaded in every model where the checkpoint has it so, or quantized from
-BF16 at load.
+"""The output head in NVFP4: loaded from the checkpoint in every model, or quantized from BF16.
 
-43 of vLLM 0.32's models make their head without the checkpoint's quantization config.
-`register_oot` is vLLM's own way to put a subclass in the place of a layer.
+43 of vLLM 0.32's models build their head without the checkpoint's quantization config. The plugin
+replaces the class of the head through vLLM's `register_oot`.
 """
 
 from __future__ import annotations
@@ -36,15 +35,13 @@ DEFAULT_NAME = "lm_head"
 
 
 def register_head() -> None:
-    """Make vLLM build NvFp4LMHead wherever a model asks for ParallelLMHead."""
+    """Make vLLM build NvFp4LMHead in place of ParallelLMHead. Raises VllmMismatch."""
     required(ParallelLMHead, "__init__", "self", *_PARAMETERS)
     required(ParallelLMHead, "register_oot")(NvFp4LMHead, name="ParallelLMHead")
 
 
 class NvFp4LMHead(ParallelLMHead):
-    """ParallelLMHead that knows the checkpoint's quantization, whether the model class passes it
-    on or not.
-    """
+    """ParallelLMHead with the checkpoint's quantization, even if the model does not pass it on."""
 
     def __init__(self, *args, **kwargs) -> None:
         kwargs.update(zip(_PARAMETERS, args, strict=False))
@@ -54,7 +51,7 @@ class NvFp4LMHead(ParallelLMHead):
         if given is None or quantize_it:
             kwargs["quant_config"] = HeadConfig(given or _quantization_of_the_model(), quantize_it)
         super().__init__(**kwargs)
-        # vLLM's loader takes the first config among a model's children for the model's (vllm 0.32
+        # vLLM's loader uses the first config among a model's children as the model's (vllm 0.32
         # models/utils.py:464).
         self.quant_config = given
 
@@ -74,19 +71,16 @@ _PARAMETERS = (
 
 
 def _quantization_of_the_model() -> QuantizationConfig | None:
-    """The checkpoint's quantization where it is one of those that can hold NVFP4; its ignore
-    list decides about the head.
-    """
+    """The checkpoint's quantization, if it can include NVFP4. Its ignore list covers the head."""
     config = get_current_vllm_config_or_none()
-    found = config.quant_config if config is not None else None
+    quantization = config.quant_config if config is not None else None
     names = ("modelopt_fp4", "modelopt_mixed", "compressed-tensors")
-    return found if found is not None and found.get_name() in names else None
+    is_nvfp4 = quantization is not None and quantization.get_name() in names
+    return quantization if is_nvfp4 else None
 
 
 def _is_draft() -> bool:
-    """Whether the model being made only drafts: it may take the head of the model proper later,
-    and have loaded none.
-    """
+    """Whether vLLM is building a draft model. It may have no head and later take the target's."""
     config = get_current_vllm_config_or_none()
     return (
         config is not None
@@ -96,8 +90,10 @@ def _is_draft() -> bool:
 
 
 class HeadConfig:
-    """A quantization config for the head alone: the checkpoint's method where it quantizes it,
-    else ours or vLLM's plain one.
+    """A quantization config for the head.
+
+    It returns the checkpoint's method if that quantizes the head, else QuantizedAtLoad if
+    `quantize_it`, else None for vLLM's unquantized method.
     """
 
     online_quantization_config = None  # read by vLLM's resolve_quant_method
@@ -116,7 +112,7 @@ class HeadConfig:
 
 
 class QuantizedAtLoad(UnquantizedEmbeddingMethod):
-    """A BF16 head that becomes NVFP4 once it is loaded: weights only, one global scale over all
+    """Quantizes a BF16 head to NVFP4 after the load: weights only, with one global scale for all
     tensor-parallel ranks.
     """
 

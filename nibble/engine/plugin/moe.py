@@ -1,5 +1,5 @@
-"""NVFP4 experts of ModelOpt and compressed-tensors checkpoints with the scales they were
-quantized with.
+"""NVFP4 experts of ModelOpt and compressed-tensors checkpoints, with exactly merged global
+scales.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LINEAR_IN_UP = ("silu", "gelu", "gelu_tanh")  # values of vLLM's MoEActivation; 
 
 
 def methods() -> tuple[type, type]:
-    """The classes for ModelOpt and for compressed-tensors on this platform."""
+    """The classes for ModelOpt and for compressed-tensors on this platform. Raises VllmMismatch."""
     _require_methods()
     if current_platform.is_cpu():
         from nibble.engine.plugin import cpu
@@ -37,23 +37,24 @@ def methods() -> tuple[type, type]:
 
 
 def _require_methods() -> None:
-    """What the classes below, and those of experts.py, call and read of vLLM's."""
+    """Check the names of vLLM that the classes below and those of experts.py use."""
     required(FusedMoEMethodBase, "__init__", "self", "moe")
     limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
     required_of_instances(FusedMoEConfig, "moe_backend", "has_bias", "is_act_and_mul", *limits)
     required_of_instances(RoutedExperts, "activation", "expert_map", *limits)
-    theirs = modelopt.ModelOptNvFp4FusedMoE, vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod
-    required(theirs[0], "__init__", "self", "quant_config", "moe_config")
-    required(theirs[1], "__init__", "self", "moe", "layer_name", "use_a16")
-    for owner in theirs:
+    modelopt_method = modelopt.ModelOptNvFp4FusedMoE
+    compressed_method = vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod
+    required(modelopt_method, "__init__", "self", "quant_config", "moe_config")
+    required(compressed_method, "__init__", "self", "moe", "layer_name", "use_a16")
+    for owner in (modelopt_method, compressed_method):
         required(owner, "create_weights")
         required(owner, "process_weights_after_loading", "self", "layer")
         required_of_instances(owner, "moe", "use_a16", "nvfp4_backend")
-    required_of_instances(theirs[0], "per_token_activation")
+    required_of_instances(modelopt_method, "per_token_activation")
 
 
 class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
-    """vLLM's method, which dequantizes up with gate's global scale (vllm 0.32 modelopt.py:1032)."""
+    """Fixes vLLM's method, which uses gate's global scale for up (vllm 0.32 modelopt.py:1032)."""
 
     def __new__(cls, quant_config: Any, moe_config: Any) -> Any:
         """nibble's own experts where they are asked for."""
@@ -85,7 +86,7 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
 
 
 class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod):
-    """vLLM's method, which does the same with divisors."""
+    """Fixes vLLM's method, which does the same as ModelOpt's, with divisors."""
 
     def __new__(cls, moe: Any, layer_name: str | None = None, use_a16: bool = False) -> Any:
         """nibble's own experts where they are asked for."""

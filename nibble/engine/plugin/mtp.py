@@ -1,9 +1,9 @@
-"""`mtp.fc` of Qwen3-Next's and Qwen3.5's MTP heads in NVFP4, where the checkpoint has it so.
+"""Builds `mtp.fc` of the MTP heads of Qwen3-Next and Qwen3.5 in the format of the checkpoint.
 
-Published checkpoints have it in BF16 and forgot it in their list of unquantized layers, so vLLM
+Published checkpoints have it in BF16 but omit it from their list of unquantized layers, so vLLM
 0.32 builds it unquantized for every ModelOpt NVFP4 checkpoint (qwen3_next_mtp.py:72,
-qwen3_5_mtp.py:91). Only the stored tensors tell which it is. `register_oot` is vLLM's own way to
-put a subclass in the place of a layer.
+qwen3_5_mtp.py:91). Only the stored tensors show whether it is in NVFP4. The plugin replaces the
+class of the layer through vLLM's `register_oot`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ INDEX = "model.safetensors.index.json"
 
 
 def register_draft_projection() -> None:
-    """Make vLLM build StoredColumnParallelLinear wherever a model asks for ColumnParallelLinear."""
+    """Make vLLM build StoredColumnParallelLinear in place of ColumnParallelLinear.
+
+    Raises VllmMismatch.
+    """
     names = ("input_size", "output_size", "quant_config", "prefix")
     required(ColumnParallelLinear, "__init__", "self", *names)
-    put = required(ColumnParallelLinear, "register_oot")
-    put(StoredColumnParallelLinear, name="ColumnParallelLinear")
+    register = required(ColumnParallelLinear, "register_oot")
+    register(StoredColumnParallelLinear, name="ColumnParallelLinear")
 
 
 class StoredColumnParallelLinear(ColumnParallelLinear):
-    """ColumnParallelLinear that takes the checkpoint's quantization for `mtp.fc` where it is
-    stored in NVFP4.
-    """
+    """ColumnParallelLinear with the checkpoint's quantization for `mtp.fc` if that is in NVFP4."""
 
     def __init__(self, *args, **kwargs) -> None:
         if kwargs.get("prefix") == LAYER and kwargs.get("quant_config") is None:
@@ -46,8 +47,8 @@ class StoredColumnParallelLinear(ColumnParallelLinear):
 
 
 def _stored_names(model: str, revision: str | None) -> frozenset[str]:
-    """The names of a checkpoint's tensors: of a folder, or of a repository that was downloaded
-    for the model proper.
+    """The names of a checkpoint's tensors. `model`: a folder, or a repository that is already
+    downloaded.
     """
     folder = Path(model)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""What nibble asks of the plugin, which vLLM's --additional-config brings to every worker."""
+"""The plugin's options, which vLLM's --additional-config passes to every worker."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from nibble.engine.contract import Options
 
 
 def current_options() -> Options:
-    """The options of the model that is being made. Raises ValueError for a key or value that
-    does not exist.
+    """The options of the model that vLLM is building. Raises ValueError for an unknown key or
+    value.
     """
     config = get_current_vllm_config_or_none()
     return Options.from_config(config.additional_config if config is not None else {})
 
 
 def weights_are_real() -> bool:
-    """False with --load-format dummy, which fills scales with random numbers of both signs."""
+    """False with --load-format dummy: vLLM then fills scales with random numbers of both signs."""
     config = get_current_vllm_config_or_none()
     return config is None or config.load_config.load_format != "dummy"

@@ -1,11 +1,11 @@
-"""How far vLLM is, for the hang watch of nibble's supervisor: a few bytes in a file for each
-process, written at each step.
+"""Reports the progress of each vLLM process to the hang watch of nibble's supervisor.
 
-It does something only where NIBBLE_PULSE names a folder on this machine. The engine core writes
-before and after each step and each request of its loop (a few microseconds each), the API server
-when it hands a request over and takes answers. SIGUSR2 writes the Python stacks of all threads into
-`stacks-PID`; faulthandler does that without the interpreter's lock, so it also works where a thread
-hangs in the driver. The reader is nibble/engine/pulse.py.
+Each process writes a few bytes into a file (contract.PulseRecord). This happens only if
+NIBBLE_PULSE names a folder on this machine. The engine core writes before and after each step and
+each request of its loop (a few microseconds each); the API server writes when it passes a request
+on and when it receives answers. SIGUSR2 makes a process write the Python stacks of all threads into
+`stacks-PID`. faulthandler does that without the interpreter's lock, so it works even if a thread
+hangs in the driver. nibble/engine/pulse.py reads the files.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from nibble.engine.plugin.require import names_of_vllm, replace, required, requi
 __all__ = ["Pulse", "register"]
 
 _CORE = "vllm.v1.engine.core"
-_INSPECTION = (  # a process that looks at a model class and ends
-    "vllm.model_executor.models.registry"
-)
+# vLLM runs this module as a short-lived process that inspects a model class.
+_INSPECTION = "vllm.model_executor.models.registry"
 
 
 class Pulse:
-    """One process's file. Fields are set one by one; `write` publishes them."""
+    """The pulse file of one process. Set the fields of contract.PulseRecord, then call `write`."""
 
     def __init__(self, path: Path) -> None:
         self.doing, self.paused, self.turns, self.requests, self.tokens = IDLE, False, 0, 0, 0
@@ -59,7 +58,7 @@ class Pulse:
         self.write()
 
     def write(self) -> None:
-        """Publish."""
+        """Write all fields to the file."""
         PulseRecord(
             os.getpid(), self.doing, self.paused, self.turns, self.requests, self.tokens
         ).write(self._mapped)
@@ -67,13 +66,16 @@ class Pulse:
 
 @functools.cache
 def register() -> None:
-    """Follow this process's part of vLLM."""
+    """Write pulses in this process, if it is an engine core or an API server.
+
+    Raises VllmMismatch.
+    """
     folder = Path(os.environ.get(PULSE_FOLDER, "/nonexistent"))
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     if not folder.is_dir() or getattr(main, "name", "") == _INSPECTION:
         return
     _arm(folder)
-    # A worker has neither; the API server imports the core in any case.
+    # A worker process has neither a core nor an API; the API server always imports the core.
     if _CORE in sys.modules or multiprocessing.parent_process() is None:
         with names_of_vllm():
             _follow_core(folder)
@@ -81,7 +83,7 @@ def register() -> None:
 
 
 def _arm(folder: Path) -> None:
-    """SIGUSR2 writes the stacks. A forked engine core arms itself again, with a file for itself."""
+    """Make SIGUSR2 write the stacks. A forked engine core calls this again, for a separate file."""
     with contextlib.suppress(OSError, ValueError):
         file = (folder / stacks_file(os.getpid())).open("w")  # open as long as the process lives
         faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
@@ -105,8 +107,8 @@ def _follow_core(folder: Path) -> None:
     pulses: dict[int, Pulse] = {}
 
     def own() -> Pulse:
-        """This process's. Plugins are loaded once the core is being made, or in the server that
-        it is forked from.
+        """The pulse of this process. vLLM loads plugins when it creates the core, or earlier, in
+        the server from which the core is forked.
         """
         if (pulse := pulses.get(os.getpid())) is None:
             _arm(folder)
@@ -135,21 +137,23 @@ def _follow_core(folder: Path) -> None:
         doing = CALL if kind == EngineCoreRequestType.UTILITY else IDLE
         return turn(core, doing, lambda: handle(core, kind, request))
 
-    def batch_is_known(core: Any, scheduler_output: Any) -> Any:
+    def with_batch_size(core: Any, scheduler_output: Any) -> Any:
         pulse = own()
-        # Batches in flight run one after the other: what is waited for is at most the larger one,
-        # and its own time.
+        # Batches in flight run one after the other, so the larger one determines the longest step.
         pulse.tokens = max(pulse.tokens, scheduler_output.total_num_scheduled_tokens)
         pulse.write()
         return detail(core, scheduler_output)
 
     replace(EngineCoreProc, "_process_engine_step", followed_step)
     replace(EngineCoreProc, "_handle_client_request", followed_request)
-    replace(EngineCore, "log_error_detail", batch_is_known)
+    # vLLM enters this context manager for each batch that it waits for.
+    replace(EngineCore, "log_error_detail", with_batch_size)
 
 
 def _follow_api(folder: Path) -> None:
-    """Requests that the API server waits for (vllm 0.32 v1/engine/output_processor.py:519)."""
+    """Count the requests that the API server waits for (vllm 0.32
+    v1/engine/output_processor.py:519).
+    """
     from vllm.v1.engine.output_processor import OutputProcessor
 
     begin = required(OutputProcessor, "__init__")
@@ -159,9 +163,9 @@ def _follow_api(folder: Path) -> None:
     def begin_with_pulse(processor: Any, *args: Any, **more: Any) -> None:
         begin(processor, *args, **more)
         pulses[:] = [Pulse(folder / pulse_file("api", os.getpid()))]
-        logging.getLogger("uvicorn.access").addFilter(_is_not_ours)
+        logging.getLogger("uvicorn.access").addFilter(_is_users)
 
-    def counted(name: str) -> None:
+    def count_after(name: str) -> None:
         method = required(OutputProcessor, name)
 
         @functools.wraps(method)
@@ -178,12 +182,13 @@ def _follow_api(folder: Path) -> None:
 
     replace(OutputProcessor, "__init__", begin_with_pulse)
     for name in ("add_request", "abort_requests", "process_outputs"):
-        counted(name)
+        count_after(name)
 
 
-def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Whether a line of the access log is about a request of a user (uvicorn 0.54
-    protocols/http: client, method, path).
+def _is_users(record: logging.LogRecord) -> bool:
+    """Whether a line of the access log is for a user's request, not for the supervisor's.
+
+    Its arguments are client, method and path (uvicorn 0.54 protocols/http).
     """
-    words = record.args
-    return not (isinstance(words, tuple) and len(words) > 2 and words[2] == HEALTH)
+    args = record.args
+    return not (isinstance(args, tuple) and len(args) > 2 and args[2] == HEALTH)

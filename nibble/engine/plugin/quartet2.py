@@ -1,9 +1,8 @@
-"""--quantization quartet2: NVFP4 as Quartet II has it, weights quantized once, activations at each
-step.
+"""--quantization quartet2: Quartet II's NVFP4 for weights at load and activations at each step.
 
-W4A4 through vLLM's CUTLASS FP4 product where the GPU has one; elsewhere the activations are rounded
-to what their codes stand for, and a kernel for NVFP4 weights multiplies that, which is the same
-product: both operands are exact in BF16, up to G.
+On GPUs with an FP4 product, vLLM's CUTLASS kernel computes W4A4. On other devices the activations
+are quantized and dequantized, and a weight-only NVFP4 kernel multiplies them. The product is the
+same, because both operands are exact in BF16, except for the scale G.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from nibble.engine.plugin.options import current_options, weights_are_real
 from nibble.engine.plugin.require import required, required_of_instances
 
 PACKED_LEAVES = ("weight", "weight_scale", "weight_scale_2")
-LARGEST = 1536.0  # of code * scale in every tensor that is not all zero: 6 * 256 or 4 * 384
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST = 1536.0  # largest code * scale of every nonzero tensor: 6 * 256 or 4 * 384
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1
 
 
 def register_quartet2() -> None:
-    """Make --quantization quartet2 known to vLLM; again in the same process changes nothing."""
+    """Register --quantization quartet2 with vLLM. May be called again. Raises VllmMismatch."""
     names = ("a", "b", "block_scale_a", "block_scale_b", "alpha", "out_dtype")
     required(_custom_ops, "cutlass_scaled_fp4_mm", *names)
     required_of_instances(ForwardContext, "is_padding")
@@ -60,7 +59,7 @@ def register_quartet2() -> None:
 
 
 class Quartet2Config(QuantizationConfig):
-    """Every linear layer of a block; the embedding and the head stay as they are stored."""
+    """Quantizes every linear layer of a block, but not the embedding and the head."""
 
     def get_name(self) -> Any:
         return QUARTET2
@@ -70,7 +69,7 @@ class Quartet2Config(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 75  # what Marlin needs
+        return 75  # Marlin's minimum
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -84,8 +83,8 @@ class Quartet2Config(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        """Ours for CloverLM: its hf_quant_config.json says NVFP4 without a method, and vLLM then
-        refuses every --quantization.
+        """quartet2 for CloverLM. Its hf_quant_config.json says NVFP4 without a method, and vLLM
+        refuses every other --quantization.
         """
         return QUARTET2 if getattr(hf_config, "model_type", None) == CLOVERLM_MODEL_TYPE else None
 
@@ -95,8 +94,10 @@ class Quartet2Config(QuantizationConfig):
 
 @reported_as(QUARTET2_LINEAR)
 class Quartet2LinearMethod(LinearMethodBase):
-    """One linear layer, its `weight` codes, `weight_scale` and, for each stored part,
-    `weight_scale_2`, from either form.
+    """The method of one linear layer, loaded from a BF16 or a packed checkpoint.
+
+    Parameters of the layer: `weight` (codes, uint8 [N, K/2]), `weight_scale` (E4M3 [N, K/16]) and,
+    until the weights are processed, `weight_scale_2` (float32, one per stored part).
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,10 @@ class Quartet2LinearMethod(LinearMethodBase):
         mark_unloaded(layer, "weight_scale_2")
 
     def load(self, layer: Any, part: int, stored: str, tensors: dict[str, Tensor]) -> None:
-        """Take this rank's share of the stored weight `stored`, quantizing it if it is not."""
+        """Load this rank's share of the stored weight `stored`, and quantize it if it is BF16.
+
+        part: index among the parts of a fused layer. Raises ValueError.
+        """
         device = layer.weight.device
         codes, scales, g = operands(stored, tensors, *stored_part(layer, part), device)
         for name, values in (("weight", codes), ("weight_scale", scales)):
@@ -182,7 +186,7 @@ class Quartet2LinearMethod(LinearMethodBase):
             return self.kernel.apply_weights(
                 layer, nvfp4_dequantize(codes, scales, g, x.dtype), bias
             )
-        # On the CPU the kernel's sums come out in float32, so that G costs no rounding.
+        # On the CPU the kernel returns float32 sums, so that the multiplication by G is exact.
         dtype = torch.float32 if current_platform.is_cpu() else x.dtype
         y = self.kernel.apply_weights(
             layer, nvfp4_dequantize(codes, scales, torch.ones_like(g), dtype), None
@@ -201,19 +205,19 @@ class Quartet2LinearMethod(LinearMethodBase):
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Whether a stored weight has two codes a byte; safetensors' F4 is float4_e2m1fn_x2."""
+    """Whether a stored weight has two codes per byte. safetensors' F4 is float4_e2m1fn_x2."""
     return weight.dtype in (torch.uint8, torch.float4_e2m1fn_x2)
 
 
 def operands(
     stored: str, tensors: dict[str, Tensor], rows: slice, columns: slice, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N, K/2], row-major scales [N, K/16] and G of the rows and columns wanted, from a BF16
-    or a packed weight.
+    """Codes uint8 [N, K/2], row-major scales E4M3 [N, K/16] and G, float32 [], of some rows and
+    columns of a BF16 or packed weight.
 
-    G is that of the whole tensor, so that every rank has what one rank would have. Raises
-    ValueError for a packed weight whose scales are not in 128x4 tiles, and for values that are not
-    finite.
+    stored: the weight's name; tensors: by PACKED_LEAVES. G is that of the whole tensor, so the
+    result does not depend on the number of ranks. Raises ValueError for a packed weight whose
+    scales are not in 128x4 tiles, and for values that are not finite.
     """
     weight = tensors["weight"].to(device)
     if not is_packed(weight):
@@ -240,8 +244,9 @@ def operands(
 
 
 def check_tiles(stored: str, codes: Tensor, scales: Tensor) -> None:
-    """ValueError where scales belong to other blocks: the largest product of four-over-six is
-    1536 in every tensor.
+    """Raise ValueError if scales belong to other blocks.
+
+    With four-over-six, the largest code * scale of every nonzero tensor is 1536.
     """
     pairs = codes.unflatten(-1, (-1, BLOCK // 2))
     index = torch.maximum(pairs & 7, pairs >> 4 & 7).amax(-1).int()
@@ -259,7 +264,8 @@ def _has_fp4_product() -> bool:
 
 
 def _amax(layer: torch.nn.Module, x: Tensor) -> Tensor:
-    """The largest magnitude in the batch's own rows, over all ranks that hold columns of it;
+    """The largest magnitude of the batch without padding, over all ranks that have columns of it.
+
     float32 [].
     """
     amax = _batch_amax(x)
@@ -269,8 +275,10 @@ def _amax(layer: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def _amax_of_rows(x: Tensor) -> Tensor:
-    """Rows that only fill up a CUDA graph hold whatever was there, so they do not count (vllm
-    0.32 forward_context.py:165).
+    """The largest magnitude of x [rows, K] without padding rows, float32 [].
+
+    Rows that pad a batch to the size of a CUDA graph have arbitrary contents (vllm 0.32
+    forward_context.py:165).
     """
     rows = x.abs().amax(-1).float()
     padding = get_forward_context().is_padding if is_forward_context_available() else None

@@ -1,10 +1,10 @@
-"""The queue of a worker process's answers, of the size that VLLM_MQ_MAX_CHUNK_BYTES_MB names.
+"""Sets the size of the queue of a worker's answers from VLLM_MQ_MAX_CHUNK_BYTES_MB.
 
-An engine and a worker process have two queues in /dev/shm. The variable sizes the queue of requests
-(vllm 0.32 v1/executor/multiproc_executor.py:151). The queue of answers has 10 chunks of 24 MiB
-whatever the variable says (:624, distributed/device_communicators/shm_broadcast.py:492), and Docker
-and Kubernetes give a container 64 MiB. A message that is larger than a chunk goes through a socket
-(shm_broadcast.py:936), so a small chunk costs time, not messages.
+An engine and a worker process have two queues in /dev/shm. vLLM 0.32 uses the variable only for the
+queue of requests (v1/executor/multiproc_executor.py:151). The queue of answers always has 10 chunks
+of 24 MiB (:624, distributed/device_communicators/shm_broadcast.py:492), but Docker and Kubernetes
+give a container 64 MiB. Smaller chunks lose no messages: a message that is larger than a chunk goes
+through a socket (shm_broadcast.py:936), which takes longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nibble.engine.plugin.require import replace, required
 
 
 def size_answer_queue() -> None:
-    """Let the variable size both queues where it is set."""
+    """Use the variable for both queues, if it is set. Raises VllmMismatch."""
     if not required(envs, "is_set", "name")(CHUNK_MIB):
         return
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -32,4 +32,4 @@ def size_answer_queue() -> None:
             chunk_bytes = required(envs, CHUNK_MIB) << 20
             super().__init__(*arguments, **{"max_chunk_bytes": chunk_bytes} | options)
 
-    replace(multiproc_executor, "MessageQueue", SizedQueue)  # a name that it imports for itself
+    replace(multiproc_executor, "MessageQueue", SizedQueue)

@@ -1,8 +1,8 @@
-"""A router's correction bias that a checkpoint stores beside its experts (Laguna) reaches the
-router.
+"""Loads a router's correction bias that a checkpoint stores beside its experts (Laguna).
 
-vLLM 0.32 gives such a tensor to RoutedExperts.load_weights, which knows weights of experts alone
-and drops it (fused_moe/routed_experts.py:981): the router then adds zeros and picks other experts.
+vLLM 0.32 passes such a tensor to RoutedExperts.load_weights, which handles only weights of experts
+and drops it (fused_moe/routed_experts.py:981). The router then adds zeros and selects other
+experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def load_router_biases() -> None:
-    """Follow MoERunner.load_weights (vllm 0.32 fused_moe/runner/moe_runner.py:301)."""
+    """Replace MoERunner.load_weights (vllm 0.32 fused_moe/runner/moe_runner.py:301)."""
     load = required(MoERunner, "load_weights", "self", "weights")
     required_of_instances(MoERunner, "routed_experts")
     required_of_instances(RoutedExperts, NAME)

@@ -1,5 +1,5 @@
-"""A load ends with the name of the tensor that is missing or does not fit, whatever the model
-and its quantization.
+"""Ends a load with the name of the tensor that is missing or does not fit, for every model and
+quantization.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ _MISFITS = (
     TypeError,
     ValueError,
 )
-# What a draft takes from its target after the load, and the attribute that says that it has its own
-# (vllm 0.32 v1/spec_decode/llm_base_proposer.py:1416, 1508;
+# Weights that a draft model takes from its target after the load, and the attribute that says that
+# it has separate ones (vllm 0.32 v1/spec_decode/llm_base_proposer.py:1416, 1508;
 # v1/worker/gpu/spec_decode/eagle/utils.py:71, 107).
 _FROM_TARGET = {
     re.compile(r"(?:^|\.)embed_tokens\."): "has_own_embed_tokens",
     re.compile(r"(?:^|\.)(?:lm_head|shared_head\.head)\."): "has_own_lm_head",
 }
-# What a draft uses only where its files hold it (vllm 0.32 llama_eagle3.py:378, 459;
+# Tensors that a draft model uses only if its files have them (vllm 0.32 llama_eagle3.py:378, 459;
 # qwen3_dflash.py:517, 923).
 _OPTIONAL_IN_DRAFTS = re.compile(r"(?:^|\.)(?:draft_id_to_target_id|mask_embedding)$")
 
 
 @reported_as(TENSOR_ERROR)
 class TensorError(ValueError):
-    """A tensor of the checkpoint that the model has no place for, or one of another shape or
-    type.
-    """
+    """A tensor of the checkpoint does not fit the model: unknown name, other shape or dtype."""
 
 
 def check_loads() -> None:
-    """Follow vLLM's default loader (vllm 0.32 model_loader/default_loader.py:367, 484); other
-    loaders check for themselves.
+    """Replace methods of vLLM's default loader (vllm 0.32 model_loader/default_loader.py:367, 484).
+
+    Other loaders have checks. Raises VllmMismatch.
     """
     load = required(DefaultModelLoader, "load_weights", "self", "model", "model_config")
     read = required(DefaultModelLoader, "get_all_weights", "self", "model_config", "model")
@@ -79,18 +78,18 @@ def check_loads() -> None:
             names = ", ".join(map(repr, missing))
             raise ValueError(f"{NOT_INITIALIZED}{{{names}}}")
 
-    def read_and_note(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    def read_and_remember(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read(self, *args, **kwargs):
             self.nibble_reading = name, tensor
             yield name, tensor
-            self.nibble_reading = None  # what fails from here on is the next one, or none
+            self.nibble_reading = None  # a later error concerns the next tensor, or none
 
     replace(DefaultModelLoader, "load_weights", load_and_check)
-    replace(DefaultModelLoader, "get_all_weights", read_and_note)
+    replace(DefaultModelLoader, "get_all_weights", read_and_remember)
 
 
 def _shares_with_target(model_config: Any) -> bool:
-    """Whether this is a draft that is not a full model: those share nothing (vllm 0.32
+    """Whether a model is a draft head. Full draft models share nothing with the target (vllm 0.32
     v1/spec_decode/draft_model.py:115).
     """
     config = get_current_vllm_config_or_none()
@@ -101,7 +100,7 @@ def _shares_with_target(model_config: Any) -> bool:
 
 
 def _is_from_target(model: nn.Module, name: str) -> bool:
-    """Whether a draft without this weight is whole."""
+    """Whether a draft model may lack this weight."""
     shared = any(
         pattern.search(name) and not getattr(model, has_own, False)
         for pattern, has_own in _FROM_TARGET.items()
@@ -110,16 +109,19 @@ def _is_from_target(model: nn.Module, name: str) -> bool:
 
 
 def _remember_returned(model: Any) -> Any:
-    """Have `model.load_weights` keep what it returns, which vLLM's loader does not hand on."""
-    load, kept = model.load_weights, {}
+    """Replace `model.load_weights` on this object and return a function that gives its result.
 
-    def keep(*args: Any, **kwargs: Any) -> Any:
-        found = load(*args, **kwargs)
-        kept["names"] = set(found) if found is not None else None
-        return found
+    vLLM's loader does not pass the result on.
+    """
+    load, results = model.load_weights, {}
 
-    model.load_weights = keep
-    return lambda: kept.get("names")
+    def load_and_remember(*args: Any, **kwargs: Any) -> Any:
+        names = load(*args, **kwargs)
+        results["names"] = set(names) if names is not None else None
+        return names
+
+    model.load_weights = load_and_remember
+    return lambda: results.get("names")
 
 
 def _described(tensor: Any) -> str:
@@ -127,7 +129,7 @@ def _described(tensor: Any) -> str:
 
 
 def _named(error: Exception, reading: tuple[str, Tensor] | None) -> Exception:
-    """The error with the tensor that was being loaded; as it is where none was."""
+    """The error with the name of the tensor being loaded, or unchanged without one."""
     if reading is None or NOT_INITIALIZED in str(error):
         return error
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,8 +1,8 @@
-"""Which parameters, and which parts of fused ones, are written while vLLM loads a model's weights.
+"""Finds parameters, and parts of fused ones, that vLLM does not write while it loads a model.
 
-vLLM 0.32 compares names alone, takes a fused parameter (q/k/v, gate/up, experts) for loaded where
-one part is, and does even that only for unquantized models (default_loader.py:507). What no tensor
-writes keeps the values that memory had.
+vLLM 0.32 compares only names, counts a fused parameter (q/k/v, gate/up, experts) as loaded if one
+part is, and checks only unquantized models (default_loader.py:507). A parameter that no tensor
+writes keeps arbitrary values.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from nibble.engine.plugin.require import required_of_instances
 
-Region = tuple[
-    int, tuple[int, ...], tuple[int, ...]
-]  # offset in its storage, sizes and strides, in elements
+# A part of a storage: offset, sizes and strides in elements.
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
-# Tensors that formats may leave out, or that vLLM fills itself; layers.py checks NVFP4's own
-# scales.
+# Tensors that formats may omit, or that vLLM computes. layers.py checks the scales of NVFP4.
 _MAY_BE_ABSENT = re.compile(r"scale|zero|g_idx|_shape|_ub$|_bias_vl")
-# Where a model's packed_modules_mapping does not name the parts of a fused layer.
+# Parts of fused layers, for models whose packed_modules_mapping does not name them.
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def require_layers() -> None:
-    """What is read below of vLLM's layers, where an object may lack it. Raises VllmMismatch."""
+    """Check the attributes of vLLM's layers that this module uses. Raises VllmMismatch."""
     required_of_instances(QuantizeMethodBase, "uses_meta_device")
     required_of_instances(Attention, "kv_sharing_target_layer_name")
     required_of_instances(ColumnParallelLinear, "output_partition_sizes")
@@ -51,26 +49,10 @@ def require_layers() -> None:
     required_of_instances(FusedMoEConfig, "is_act_and_mul")
 
 
-# In-place methods that change what a tensor looks at, and no value.
+# In-place methods that change the view or attributes of a tensor, but not its values.
 _NO_VALUES = frozenset(
-    (
-        "apply_",
-        "as_strided_",
-        "detach_",
-        "rename_",
-        "requires_grad_",
-        "resize_",
-        "resize_as_",
-        "retain_grad_",
-        "set_",
-        "share_memory_",
-        "squeeze_",
-        "swapaxes_",
-        "swapdims_",
-        "t_",
-        "transpose_",
-        "unsqueeze_",
-    )
+    "apply_ as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ retain_grad_ set_"
+    " share_memory_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
 )
 _IN_PLACE_OPERATOR = re.compile(
     r"__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
@@ -79,8 +61,8 @@ _IN_PLACE_OPERATOR = re.compile(
 
 @functools.cache
 def _writes(function: Any) -> bool:
-    """Whether a torch function writes values into its first argument, by torch's own convention
-    of names.
+    """Whether a torch function writes values into its first argument, by torch's naming
+    convention.
     """
     name = str(getattr(function, "__name__", ""))
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES
@@ -88,11 +70,11 @@ def _writes(function: Any) -> bool:
 
 
 class WrittenRegions(TorchFunctionMode):
-    """Notes what is written into the parameters of `model`; a context manager around the load, in
-    its thread.
+    """Records the regions of `model`'s parameters that are written. A context manager for the
+    thread of the load.
 
-    By torch's Python functions and not by its operators (TorchDispatchMode), which cost 0.3 ms a
-    tensor of the checkpoint.
+    It intercepts torch's Python functions. Intercepting operators (TorchDispatchMode) would cost
+    0.3 ms per tensor of the checkpoint.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -106,24 +88,22 @@ class WrittenRegions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and _writes(func):
-            self._note(args[0] if func is not Tensor.__setitem__ else _indexed(args[0], args[1]))
+            self._record(args[0] if func is not Tensor.__setitem__ else _indexed(args[0], args[1]))
         if not kwargs:
             return func(*args)
         if (out := kwargs.get("out")) is not None:
             for target in out if isinstance(out, tuple | list) else (out,):
-                self._note(target)
+                self._record(target)
         return func(*args, **kwargs)
 
-    def _note(self, target: Any) -> None:
+    def _record(self, target: Any) -> None:
         if isinstance(target, Tensor) and target.device.type != "meta":
-            found = self._regions.get(target.untyped_storage().data_ptr())
-            if found is not None:
-                found.add((int(target.storage_offset()), tuple(target.shape), target.stride()))
+            regions = self._regions.get(target.untyped_storage().data_ptr())
+            if regions is not None:
+                regions.add((int(target.storage_offset()), tuple(target.shape), target.stride()))
 
     def of(self, name: str, parameter: Parameter) -> set[Region] | None:
-        """What was written of a parameter; None where that is not known: it was made or moved
-        while the model was loaded.
-        """
+        """The written regions of a parameter; None if the load created or moved it."""
         if not _has_memory(parameter):
             return None
         pointer = parameter.untyped_storage().data_ptr()
@@ -131,14 +111,14 @@ class WrittenRegions(TorchFunctionMode):
 
     @property
     def sees_loading(self) -> bool:
-        """Whether this model's loader writes through torch's functions at all."""
+        """Whether any write was recorded: some loaders do not use torch's functions."""
         return any(self._regions.values())
 
 
 def _indexed(tensor: Tensor, key: Any) -> Tensor:
-    """What `tensor[key] = …` writes to: a view; all of it where the key is a tensor or a list."""
+    """The view that `tensor[key] = …` writes to; the whole tensor if the key is one or a list."""
     keys = key if isinstance(key, tuple) else (key,)
-    if all(one is None or one is Ellipsis or isinstance(one, int | slice) for one in keys):
+    if all(each is None or each is Ellipsis or isinstance(each, int | slice) for each in keys):
         return tensor[key]
     return tensor
 
@@ -150,12 +130,12 @@ def _has_memory(parameter: Parameter) -> bool:
 
 
 def unwritten(model: nn.Module, written: WrittenRegions, returned: set[str] | None) -> list[str]:
-    """Names, as near to the checkpoint's as vLLM's are, of what no tensor filled.
+    """The names of parameters, and parts of fused ones, that no tensor wrote. Sorted.
 
-    `returned` are the names that the model's own loader says it loaded: those count where nothing
-    was seen of them.
+    returned: the result of the model's load_weights. A name in it counts as written if no write to
+    it was recorded.
     """
-    found: list[str] = []
+    missing: list[str] = []
     shared = {name for name, module in model.named_modules() if _shares_keys(module)}
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -164,10 +144,10 @@ def unwritten(model: nn.Module, written: WrittenRegions, returned: set[str] | No
                 continue
             if regions:
                 if prefix.rpartition(".")[0] not in shared:
-                    found += _unwritten_parts(model, module, prefix, leaf, parameter, regions)
+                    missing += _unwritten_parts(model, module, prefix, leaf, parameter, regions)
             elif name not in (returned or ()) and (returned is not None or written.sees_loading):
-                found.append(name)
-    return sorted(found)
+                missing.append(name)
+    return sorted(missing)
 
 
 def _may_be_absent(module: Any, leaf: str) -> bool:
@@ -181,8 +161,8 @@ def _may_be_absent(module: Any, leaf: str) -> bool:
 
 
 def _shares_keys(module: Any) -> bool:
-    """Whether a child is attention that reads another layer's cache: its own k and v may be in
-    no file (gemma3n.py:355).
+    """Whether a child is attention that reads another layer's cache. The checkpoint may lack its k
+    and v (vllm 0.32 gemma3n.py:355).
     """
     children = module.children()
     return any(
@@ -199,14 +179,11 @@ def _unwritten_parts(
         and parameter.ndim > 1
     ):
         is_pair = leaf.startswith("w13_") and module.moe_config.is_act_and_mul
-        yield from (
-            f"{prefix}.{expert}.{leaf}" for expert in _short_experts(parameter, regions, is_pair)
-        )
+        experts = _incomplete_experts(parameter, regions, is_pair)
+        yield from (f"{prefix}.{expert}.{leaf}" for expert in experts)
         return
-    widths, dim = (
-        getattr(module, "output_partition_sizes", ()),
-        getattr(parameter, "output_dim", None),
-    )
+    widths = getattr(module, "output_partition_sizes", ())
+    dim = getattr(parameter, "output_dim", None)
     if not isinstance(module, LinearBase) or dim is None or len(widths) < 2:
         return
     size, end = parameter.shape[dim], 0
@@ -218,7 +195,7 @@ def _unwritten_parts(
 
 
 def _touches(region: Region, parameter: Any, dim: int, low: int, high: int) -> bool:
-    """Whether a region lies in rows (columns) low to high of a parameter along `dim`."""
+    """Whether a region has elements at [low, high) along `dim` of a parameter."""
     offset, sizes, strides = region
     step = parameter.stride(dim)
     first = (offset - parameter.storage_offset()) // step % parameter.shape[dim]
@@ -226,12 +203,12 @@ def _touches(region: Region, parameter: Any, dim: int, low: int, high: int) -> b
     return first < high and first + count > low
 
 
-def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[int]:
-    """Experts of which gate, up, all or some rows are missing. `is_pair`: gate and up lie in the
-    halves of one dimension.
+def _incomplete_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[int]:
+    """Experts with missing rows, or without gate or up.
 
-    vLLM may pad each half at its end and takes weights that are too small (vllm 0.32
-    fused_moe/routed_experts.py:523), so that an expert's size tells only beside the others'.
+    is_pair: gate and up are the halves of one dimension. vLLM may pad each half at its end, and
+    accepts weights that are too small (vllm 0.32 fused_moe/routed_experts.py:523). So an expert is
+    incomplete if it has fewer written elements than most experts.
     """
     dim = 2 if getattr(parameter, "is_transposed", False) and parameter.ndim > 2 else 1
     size = parameter.shape[dim]
@@ -242,26 +219,26 @@ def _short_experts(parameter: Any, regions: set[Region], is_pair: bool) -> list[
     ]
     experts, elements = range(parameter.shape[0]), _elements(parameter, regions)
     usual = Counter(elements[expert] for expert in experts).most_common(1)[0][0]
-    return [e for e in experts if elements[e] < usual or not all(e in found for found in touched)]
+    return [e for e in experts if elements[e] < usual or not all(e in part for part in touched)]
 
 
 def _elements(parameter: Any, regions: set[Region]) -> Counter[int]:
-    """Expert -> how many of its elements were written. A region that is not a view by
-    experts counts for its first.
+    """Expert -> number of its written elements. A region without a dimension of experts counts for
+    the first expert in it.
     """
-    step, found = parameter.stride(0), Counter[int]()
+    step, written = parameter.stride(0), Counter[int]()
     for offset, sizes, strides in regions:
         count = next(
             (size for size, stride in zip(sizes, strides, strict=True) if stride == step), 1
         )
         first = (offset - parameter.storage_offset()) // step
         for number in range(count):
-            found[first + number] += math.prod(sizes) // count
-    return found
+            written[first + number] += math.prod(sizes) // count
+    return written
 
 
 def _experts_in(region: Region, parameter: Any, dim: int, low: int, high: int) -> Iterator[int]:
-    """Experts of which a region holds some of low to high along `dim`."""
+    """Experts of which a region has elements at [low, high) along `dim`."""
     offset, sizes, strides = region
     step = parameter.stride(0)
     start = offset - parameter.storage_offset()
@@ -271,12 +248,10 @@ def _experts_in(region: Region, parameter: Any, dim: int, low: int, high: int) -
     is_outermost = parameter.stride(dim) == max(parameter.stride()[1:])
     for begin in range(start, start + count * step, step):
         for expert in range(begin // step, (begin + extent) // step + 1):
-            first, last = (
-                max(begin - expert * step, 0),
-                min(begin + extent - expert * step, step - 1),
-            )
+            first = max(begin - expert * step, 0)
+            last = min(begin + extent - expert * step, step - 1)
             if is_outermost:
-                # By places in memory: a region may be a view with other dimensions.
+                # By addresses, since a region may be a view with other dimensions.
                 is_in = first < high * parameter.stride(dim) and last >= low * parameter.stride(dim)
             else:
                 is_in = _touches(region, parameter, dim, low, high)
@@ -285,9 +260,9 @@ def _experts_in(region: Region, parameter: Any, dim: int, low: int, high: int) -
 
 
 def _part(model: Any, prefix: str, number: int) -> str:
-    """The checkpoint's name of a part of a fused layer, where the model tells it."""
+    """The checkpoint's name of part `number` of a fused layer, such as q_proj; else qkv_proj[0]."""
     parent, _, last = prefix.rpartition(".")
-    named = getattr(model, "packed_modules_mapping", None) or {}
-    parts = named.get(last) or _PARTS.get(last) or ()
+    mapping = getattr(model, "packed_modules_mapping", None) or {}
+    parts = mapping.get(last) or _PARTS.get(last) or ()
     part = parts[number] if number < len(parts) else f"{last}[{number}]"
     return f"{parent}.{part}" if parent else part

@@ -1,6 +1,6 @@
-"""CloverLM: the flags vLLM needs for it, and the vocabulary file that its repository does not have.
+"""CloverLM: the flags that vLLM needs, and the check of its separate vocabulary file.
 
-Pure, but for `check_vocabulary`.
+Pure, except `check_vocabulary`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from nibble.engine.contract import (
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Choices
 
-# of a vocabulary; the number of ids is a u24 at byte 14 (engine/plugin/tokenmonster/vocabulary.py)
+# Of a vocabulary file. The number of ids is a u24 at byte 14
+# (engine/plugin/tokenmonster/vocabulary.py).
 HEADER_BYTES = 23
 
 
 def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:
-    """What a CloverLM model needs beyond `args`. Raises MODEL where nothing says which vocabulary
-    its text is in, CONFIG for another quantization.
+    """The flags that a CloverLM model needs in addition to `args`. Raises MODEL if no vocabulary is
+    known, CONFIG for another quantization.
     """
     if checkpoint is None or not is_cloverlm(checkpoint):
         return {}
@@ -42,16 +43,16 @@ def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) ->
             expected=CLOVERLM_ARCHITECTURE,
             action="restore the published config.json",
         )
-    asked = args.get("--quantization")
-    if asked is not None and asked.value != QUARTET2:
+    quantization = args.get("--quantization")
+    if quantization is not None and quantization.value != QUARTET2:
         what = (
-            f"--quantization {asked.value} cannot read {checkpoint.id}: its scales are in tiles of"
-            " 128x4"
+            f"--quantization {quantization.value} cannot read {checkpoint.id}: its scales are in"
+            " tiles of 128x4"
         )
         raise NibbleError(
             ExitCode.CONFIG, what=what, expected=QUARTET2, action="drop --quantization"
         )
-    wanted = {
+    defaults = {
         "--quantization": Choice(
             QUARTET2, "nibble's default", "CloverLM was trained for Quartet II's NVFP4"
         ),
@@ -59,18 +60,18 @@ def cloverlm_flags(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) ->
             TOKENMONSTER, "nibble's default", "its vocabulary is TokenMonster's"
         ),
     }
-    found = {name: choice for name, choice in wanted.items() if name not in args}
-    mode = args.get("--tokenizer-mode", wanted["--tokenizer-mode"])
+    flags = {name: choice for name, choice in defaults.items() if name not in args}
+    mode = args.get("--tokenizer-mode", defaults["--tokenizer-mode"])
     if (
         mode.value == TOKENMONSTER
         and "--tokenizer" not in args
         and "--skip-tokenizer-init" not in args
     ):
-        _check_named(checkpoint)
-    return found
+        _check_one_vocabulary(checkpoint)
+    return flags
 
 
-def _check_named(checkpoint: Checkpoint) -> None:
+def _check_one_vocabulary(checkpoint: Checkpoint) -> None:
     names = sorted(name for name in checkpoint.files if "/" not in name and ".vocab" in name)
     if len(names) != 1:
         have = ", ".join(names) or "none"
@@ -84,15 +85,13 @@ def _check_named(checkpoint: Checkpoint) -> None:
 
 
 def check_vocabulary(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> None:
-    """Read the vocabulary file that will be used. Raises MODEL for none, for a damaged one, and
-    for that of another model.
-    """
+    """Read the vocabulary file. Raises MODEL if it is absent, damaged or that of another model."""
     if checkpoint is None or not is_cloverlm(checkpoint) or "--tokenizer-mode" not in args:
         return
     if args["--tokenizer-mode"].value != TOKENMONSTER:
         return
-    named = args.get("--tokenizer")
-    folder = Path(str(named.value)) if named else checkpoint.path
+    tokenizer = args.get("--tokenizer")
+    folder = Path(str(tokenizer.value)) if tokenizer else checkpoint.path
     if folder is None:
         return
     file = next(iter(sorted(folder.glob("*.vocab*"))), folder) if folder.is_dir() else folder

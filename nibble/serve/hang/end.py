@@ -20,7 +20,7 @@ _POLL_S = 0.1
 
 
 class HangEnd:
-    """Called once with the hang, in the watch's thread; `error` is then the server's."""
+    """Ends vLLM; called once with the hang, in the watch's thread. `error` is then the server's."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class HangEnd:
         self._events.put(Failed(self.error))
 
     def _until_clients_are_told(self) -> None:
-        """The API server ends by itself once it has told them; one that is stopped too is not
-        waited for in vain.
+        """Wait for the API server, which ends once it has sent the error to its clients; do not
+        wait for a stopped one.
         """
         deadline = time.monotonic() + CLIENTS_S
         while time.monotonic() < deadline and not self._engine.has_ended():

@@ -19,32 +19,18 @@ from nibble.engine.contract import CALL, IDLE, STEP
 from nibble.engine.pulse import Pulse
 
 MAX_GAP_S = 10.0
-# A batch may take so much longer: 8,192 tokens 82 s. Slower prefill than this was only seen on
-# CPUs, where CPU time counts.
+# A batch adds time at this rate: 8,192 tokens add 82 s. Prefill was slower only on CPUs, where CPU
+# time counts.
 PREFILL_TOKENS_PER_S = 100.0
-# What is known to take long (a compilation, swapping, a call such as a LoRA's load) may take ten
-# times the limit.
+# Known slow work (a compilation, swapping, a call such as a LoRA's load) may take ten times the
+# limit.
 EXCUSED_FACTOR = 10.0
 BUSY_SHARE = 0.1  # of one CPU core
-_COMPILERS = frozenset(
-    (
-        *("nvcc", "cicc", "ptxas", "cudafe++", "fatbinary", "nvlink", "ninja", "cmake"),
-        *(
-            "cc1",
-            "cc1plus",
-            "gcc",
-            "g++",
-            "c++",
-            "cc",
-            "clang",
-            "clang++",
-            "ld",
-            "ld.lld",
-            "as",
-            "collect2",
-        ),
-    )
-)
+_COMPILERS = frozenset((
+    "nvcc", "cicc", "ptxas", "cudafe++", "fatbinary", "nvlink", "ninja", "cmake",
+    "cc1", "cc1plus", "gcc", "g++", "c++", "cc", "clang", "clang++", "ld", "ld.lld", "as",
+    "collect2",
+))  # fmt: skip
 # Files whose frames only a compilation has: a compiled graph and a kernel's launch run through
 # others of these packages.
 _COMPILING = re.compile(
@@ -92,7 +78,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A process that did not move for `waited_s`, which is `limit_s` or longer."""
+    """A process that did not move for `waited_s`, which is at least `limit_s`."""
 
     kind: Kind
     pid: int
@@ -102,7 +88,7 @@ class Stall:
 
 
 class Stalls:
-    """Adds up how long each process has not moved. `feed` takes looks in order."""
+    """Measures how long each process has not moved. Call `feed` with looks in order."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = self.stopped_limit_s = limit_s
@@ -111,16 +97,14 @@ class Stalls:
 
     @property
     def longest_s(self) -> float:
-        """The longest time that something now has not moved."""
+        """The longest time without progress of a process now."""
         return max(self._waited.values(), default=0.0)
 
     def feed(self, look: Look) -> list[Stall]:
         """The stalls, a stopped process first."""
         last, self._last = self._last, look
-        if last is None or any(
-            one.is_traced for one in look.processes
-        ):  # a debugger: nothing counts
-            return []
+        if last is None or any(one.is_traced for one in look.processes):
+            return []  # a debugger stops processes: no time counts
         gap_s = min(max(look.at_s - last.at_s, 0.0), MAX_GAP_S)
         unmoved = list(_unmoved(look, last))
         self._waited = {key: self._waited.get(key, 0.0) + gap_s for key, _, _ in unmoved}
@@ -133,12 +117,12 @@ class Stalls:
         return found
 
     def forget(self, stall: Stall) -> None:
-        """The engine did not stall: count from now on."""
+        """Restart all measurements: the engine did not stall."""
         self._waited.pop((stall.kind, stall.pid), None)
 
 
 def _unmoved(look: Look, last: Look) -> Iterable[tuple[tuple[Kind, int], str, float]]:
-    """(which, what, seconds beyond the limit) of all that stands since the last look."""
+    """(which, what, seconds beyond the limit) of each process that did not move since `last`."""
     names = {one.pid: one.name for one in look.processes}
     for one in look.processes:
         if one.state == psutil.STATUS_STOPPED:
@@ -198,14 +182,14 @@ def excuse(
     calls = any(pulse.pid == stall.pid and pulse.doing == CALL for pulse in look.pulses)
     if calls:
         return "it runs a call"
-    # What a rank on another machine computes or compiles cannot be seen from here; a lost one is
-    # told by its node.
+    # This machine cannot see what a rank on another one computes or compiles; that node reports a
+    # lost rank.
     return "other machines take part" if has_other_machines and stall.kind == "step" else ""
 
 
 def _computing(grown: list[tuple[Seen, Seen]], kind: Kind) -> list[tuple[Seen, Seen]]:
-    """The processes whose CPU time counts: the workers, since a core that waits for them spins;
-    without them the cores.
+    """The processes whose CPU time counts: the workers, since an engine core that waits for them
+    spins; without workers, the engine cores.
     """
     workers = [pair for pair in grown if "Worker" in pair[0].title]
     cores = [pair for pair in grown if "EngineCore" in pair[0].title]

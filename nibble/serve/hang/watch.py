@@ -33,7 +33,7 @@ API = "API server"
 
 @dataclass(frozen=True)
 class Hang:
-    """What does not move, and the processes' stacks: process name -> text."""
+    """The processes that do not move, and the stacks: process name -> text."""
 
     stall: Stall
     stacks: Mapping[str, str]
@@ -69,13 +69,11 @@ class HangWatch:
         folder.mkdir()
 
     def environ(self) -> dict[str, str]:
-        """For vLLM's processes."""
+        """Variables for vLLM's processes."""
         return {PULSE_FOLDER: str(self._folder)}
 
     def hurry(self) -> None:
-        """A drain has begun: who stops the server does not wait long for a process that is
-        stopped itself.
-        """
+        """Shorten the limit for a stopped process: a drain has begun."""
         self._stalls.stopped_limit_s = min(self.limit_s, DRAIN_STOPPED_S)
         self._interval_s = min(self._interval_s, 1.0)
 
@@ -89,7 +87,7 @@ class HangWatch:
         }
 
     def run(self, engine_pid: int, over: threading.Event) -> None:
-        """Until `over`, or until something hangs."""
+        """Watch until `over` or until vLLM hangs."""
         while self.limit_s and not over.wait(self._interval_s):
             look = self._look(engine_pid)
             stalls, last = self._stalls.feed(look), self._last
@@ -100,7 +98,7 @@ class HangWatch:
                     return
 
     def ask_api(self, over: threading.Event) -> None:
-        """Asks the API server whether it answers, until `over`."""
+        """Send requests to the API server until `over`, to see whether it answers."""
         while self.limit_s and not over.wait(self._interval_s):
             if self._is_serving():
                 with contextlib.suppress(OSError):
@@ -118,8 +116,8 @@ class HangWatch:
         if excuse(stall, look, last, self._on_cpu):
             return False
         if stall.kind == "untaken":
-            # Some requests wait for their client and not for the engine (sessions of /v1/realtime):
-            # a new one tells.
+            # Some requests wait for their client and not for the engine (sessions of
+            # /v1/realtime): a new request shows which.
             if self._takes_a_request():
                 self._stalls.forget(stall)
                 return False
@@ -130,10 +128,8 @@ class HangWatch:
         return not excuse(stall, look, last, self._on_cpu, stacks, self._has_other_machines)
 
     def _takes_a_request(self) -> bool:
-        if (
-            name := self.generating_name
-        ) is None:  # the model does not generate: there is no cheap question
-            return True
+        if (name := self.generating_name) is None:
+            return True  # the model does not generate: no cheap request exists
         try:
             self._api.call(
                 "/v1/completions", {"model": name, "prompt": "Hello", "max_tokens": 1}, self.limit_s
@@ -143,7 +139,7 @@ class HangWatch:
         return True
 
     def _dump(self, look: Look, wake: bool) -> dict[str, str]:
-        """The stacks of all of vLLM's processes; those of a moment ago serve as well."""
+        """The stacks of all vLLM processes; recent ones are reused."""
         at_s, stacks = self._dumped
         if wake or look.at_s - at_s >= self.limit_s:
             texts = dump_stacks(self._folder, [one.pid for one in look.processes], wake)
@@ -153,7 +149,7 @@ class HangWatch:
 
 
 def _seen(process: Process, engine_pid: int) -> Seen | None:
-    """A process of vLLM's own; None for a helper such as a compiler."""
+    """A process of vLLM; None for a helper such as a compiler."""
     title = engine_title(process.pid) or (API if process.pid == engine_pid else None)
     if title is None:
         return None

@@ -15,7 +15,8 @@ class ModelOptions(BaseModel):
     model: str | None = option(
         None,
         "Model",
-        "Hugging Face id or local folder of the model to serve.",
+        "Hugging Face id or local folder of the model to serve. Default of `serve` and `plan`:"
+        " smollm2-135m-instruct-nvfp4 (docs/default-model.md).",
         ("MODEL", "HF_MODEL"),
         expected="a Hugging Face id such as nvidia/Qwen3-8B-NVFP4 or a folder",
         min_length=1,

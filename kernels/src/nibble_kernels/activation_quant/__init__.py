@@ -1,5 +1,5 @@
-"""nibble::nvfp4_quant, silu_mul_nvfp4_quant and add_rmsnorm_nvfp4_quant: activations to NVFP4
-with a static global scale.
+"""nibble::nvfp4_quant, silu_mul_nvfp4_quant and add_rmsnorm_nvfp4_quant: quantize activations to
+NVFP4 with a static global scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["add_rmsnorm_nvfp4_quant", "nvfp4_quant", "silu_mul_nvfp4_quant"]
 
 
 def empty_outputs(x: Tensor, columns: int, tiled: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x's rows, `columns` elements each, with nothing in them."""
+    """Uninitialized codes and scales for x's rows with `columns` elements each."""
     leading, blocks = x.shape[:-1], columns // BLOCK
     shape = tiled_shape(x.numel() // x.shape[-1], blocks) if tiled else (*leading, blocks)
     return (
@@ -49,12 +49,11 @@ _add_rmsnorm_nvfp4_quant = operator(
 def nvfp4_quant(
     x: Tensor, global_scale_inv: Tensor, *, tiled: bool = True, exact: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Codes [..., K/2] (uint8, even column in the low nibble) and block scales (float8_e4m3fn) of x
-    [..., K].
+    """Codes, uint8 [..., K/2], and block scales, float8_e4m3fn, of x [..., K]. Raises ValueError.
 
-    global_scale_inv is 1/input_scale, one float32. Scales are [rows to 128, K/16 to 4] in 128x4
-    tiles, padding zero, or [..., K/16] with tiled=False. exact=False takes the GPU's approximate
-    reciprocals, as vLLM's kernel does.
+    The code of the even column is in the low nibble. global_scale_inv: 1/input_scale, one float32.
+    tiled: scales are in 128x4 tiles, with rows padded to a multiple of 128 and K/16 to one of 4 by
+    zeros; else [..., K/16]. exact=False uses the GPU's approximate reciprocals, as vLLM's kernel.
     """
     _check(x, x.shape[-1])
     return _nvfp4_quant(x, global_scale_inv, tiled, exact)
@@ -63,7 +62,7 @@ def nvfp4_quant(
 def silu_mul_nvfp4_quant(
     x: Tensor, global_scale_inv: Tensor, *, tiled: bool = True, exact: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """nvfp4_quant of silu(gate) * up, for x [..., gate | up]; exact=False also takes the GPU's
+    """nvfp4_quant of silu(gate) * up, for x [..., gate | up]. exact=False also uses the GPU's
     approximate exp.
     """
     _check(x, x.shape[-1] // 2)
@@ -80,9 +79,7 @@ def add_rmsnorm_nvfp4_quant(
     tiled: bool = True,
     exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """nvfp4_quant of RMSNorm(x + residual) * weight, and x + residual, the next layer's
-    residual, last.
-    """
+    """nvfp4_quant of RMSNorm(x + residual) * weight, and x + residual for the next layer."""
     _check(x, x.shape[-1])
     return _add_rmsnorm_nvfp4_quant(x, residual, weight, global_scale_inv, epsilon, tiled, exact)
 

@@ -7,9 +7,9 @@ For each block of 16 elements of a row, with g the reciprocal of the checkpoint'
     factor = 1 / (scale * (1 / g)), or 0 where scale is 0
     code   = E2M1(x * factor)
 
-every operation rounded to float32. This is vLLM's arithmetic (csrc/quantization/fp4/nvfp4_utils.cuh
-of 0.32.0) with exact reciprocals in place of rcp.approx. A NaN makes its block's scale NaN; vLLM
-gives the element 6 and keeps quiet.
+with every operation rounded to float32. This is vLLM's arithmetic
+(csrc/quantization/fp4/nvfp4_utils.cuh of 0.32.0) with exact reciprocals in place of rcp.approx. A
+NaN makes the scale of its block NaN; vLLM replaces the element by 6.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from nibble_kernels.scale_layout import BLOCK, tile
 def nvfp4_quant(
     x: Tensor, global_scale_inv: Tensor, tiled: bool, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Packed codes [..., K/2] and scales. `exact` changes nothing here: approximate reciprocals
-    exist on GPUs alone.
+    """Packed codes, uint8 [..., K/2], and scales. `exact` has no effect here: only GPUs have
+    approximate reciprocals.
     """
     blocks = x.float().reshape(-1, x.shape[-1] // BLOCK, BLOCK)
     g = global_scale_inv.float().reshape(())
@@ -40,7 +40,7 @@ def nvfp4_quant(
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up of [..., gate | up], in float32 and rounded once to x's type."""
+    """silu(gate) * up of x [..., gate | up], in float32 and rounded once to x's dtype."""
     gate, up = x.float().chunk(2, dim=-1)
     return (arithmetic.silu(gate) * up).to(x.dtype)
 
@@ -55,8 +55,8 @@ def silu_mul_nvfp4_quant(
 def add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm(x + residual) and x + residual, each rounded to x's type as vLLM's
-    fused_add_rms_norm rounds them.
+    """RMSNorm(x + residual) and x + residual, each rounded to x's dtype as in vLLM's
+    fused_add_rms_norm.
     """
     total = x + residual
     z = total.float()

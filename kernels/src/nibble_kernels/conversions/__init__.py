@@ -1,5 +1,5 @@
-"""nibble::e2m1_encode, e2m1_decode, e4m3_encode, e4m3_decode: NVFP4's two number formats,
-exactly as PTX's cvt has them.
+"""nibble::e2m1_encode, e2m1_decode, e4m3_encode, e4m3_decode: conversions of NVFP4's two number
+formats with the results of PTX's cvt.
 """
 
 from __future__ import annotations
@@ -54,34 +54,36 @@ _use_software = operator(
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """E2M1 codes of float32, bfloat16 or float16, two a byte along the last dimension (even),
-    the even one low.
+    """E2M1 codes, uint8 [..., K/2], of x [..., K] in float32, bfloat16 or float16. K is even.
+
+    Two codes per byte, that of the even column in the low nibble.
     """
     return _e2m1_encode(x)
 
 
 def e2m1_decode(packed: Tensor) -> Tensor:
-    """Packed E2M1 codes as float32."""
+    """The values, float32 [..., K], of packed E2M1 codes, uint8 [..., K/2]."""
     return _e2m1_decode(packed)
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """float8_e4m3fn of float32, bfloat16 or float16, saturated at ±448 whatever torch's own cast
-    does.
+    """x in float32, bfloat16 or float16 as float8_e4m3fn, saturated at ±448.
+
+    The result does not depend on torch's cast, which differs between versions.
     """
     return _e4m3_encode(x)
 
 
 def e4m3_decode(x: Tensor) -> Tensor:
-    """float8_e4m3fn as float32."""
+    """The float32 values of float8_e4m3fn."""
     return _e4m3_decode(x)
 
 
 def conversion_report(device: torch.device | str) -> dict[str, object]:
-    """How this GPU converts, found by running its instructions against the software conversion.
+    """How this GPU converts. Compares its instructions with the software conversion.
 
-    "e2m1" and "e4m3" are "instruction" or "software"; "mismatches" counts results in which they
-    differ, and is why a target that has the instructions would be given the software conversion.
+    "e2m1" and "e4m3" are "instruction" or "software". "compared" and "mismatches" are counts of
+    results; a GPU with a mismatch uses the software conversion.
     """
     e2m1_instruction, e4m3_instruction, compared, mismatches = _mismatches(
         torch.empty(0, device=device)
@@ -96,10 +98,9 @@ def conversion_report(device: torch.device | str) -> dict[str, object]:
 
 
 def use_software_conversions(device: torch.device | str, software: bool = True) -> None:
-    """Have this GPU's kernels convert by software whatever the report says, or (False) as the
-    report says again.
+    """Make this GPU's kernels use the software conversion; False: follow the report again.
 
-    For tests, and to find out whether a wrong answer comes from an instruction. Captured graphs
-    keep what they have.
+    For tests, and to find out whether an instruction causes a wrong result. Captured CUDA graphs do
+    not change.
     """
     _use_software(torch.empty(0, device=device), software)

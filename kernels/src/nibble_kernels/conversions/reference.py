@@ -1,7 +1,7 @@
-"""E2M1 and E4M3 as PTX's cvt.rn.satfinite converts them: ties to even, saturation, signed zeros,
-NaN to +6 and 0x7F.
+"""Conversions of E2M1 and E4M3 in plain torch float32: the specification.
 
-The specification of every other implementation, in plain torch float32.
+They give the results of PTX's cvt.rn.satfinite: ties to even, saturation, signed zeros; NaN becomes
++6 in E2M1 and 0x7F in E4M3.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ E4M3_MAX = 448.0
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """Codes 0…15, one a byte: a sign and the index of a value. Halfway between two values the
-    even index wins.
+    """Codes 0 to 15, uint8, one per element: a sign bit and the index of a value.
+
+    A number halfway between two values gets the even index.
     """
     x = x.float()
     magnitude = x.abs()
@@ -29,24 +30,24 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:
-    """Codes, one a byte, as float32."""
+    """The float32 values of codes, one per byte."""
     values = torch.tensor(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), device=codes.device)
     return values[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two codes a byte along the last dimension, the even one in the low nibble."""
+    """Two codes per byte along the last dimension, the even one in the low nibble."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Codes, one a byte."""
+    """The reverse of `pack`: one code per byte."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """The byte of each element. Clamped first: torch up to 2.11 makes NaN of what it should
-    saturate.
+    """The E4M3 byte of each element, uint8. Clamps first, because torch up to 2.11 converts numbers
+    that should saturate to NaN.
     """
     x = x.float()
     code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -54,7 +55,7 @@ def e4m3_encode(x: Tensor) -> Tensor:
 
 
 def e4m3_decode(codes: Tensor) -> Tensor:
-    """Bytes as float32."""
+    """The float32 values of E4M3 bytes."""
     return codes.view(torch.float8_e4m3fn).float()
 
 

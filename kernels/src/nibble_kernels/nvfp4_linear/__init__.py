@@ -1,5 +1,5 @@
-"""nibble::nvfp4_linear: a linear layer whose weight stays in NVFP4, with activations as they are
-or quantized too.
+"""nibble::nvfp4_linear: a linear layer with an NVFP4 weight, and unquantized or quantized
+activations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nibble_kernels.scale_layout import BLOCK
 
 __all__ = ["cpu_levels", "nvfp4_linear", "use_cpu_level"]
 
-LEVELS = ("portable", "avx2", "avx512")
+LEVELS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 
 _nvfp4_linear = operator(
     "nvfp4_linear(Tensor x, Tensor weight, Tensor scales, Tensor global_scale, Tensor?"
@@ -45,32 +45,41 @@ def nvfp4_linear(
     bias: Tensor | None = None,
     input_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """x [..., K] times the transposed NVFP4 weight, [..., N] in x's type; the formula is
-    reference.py's.
+    """x [..., K] times the transposed NVFP4 weight: [..., N] in x's dtype (see reference.py).
 
-    weight is uint8 [N, K/2] (even column in the low nibble), scales float8_e4m3fn [N, K/16] row by
-    row, global_scale one float32 that multiplies. column_scale [N] (float32) and bias [N] are
-    applied before the only rounding. With input_scale_inv, one float32, x is quantized too (W4A4),
-    exactly as nvfp4_quant does; without it, it is not (W4A16). Raises ValueError where types or
-    shapes do not fit together.
+    weight: uint8 [N, K/2], the even column in the low nibble; scales: float8_e4m3fn [N, K/16], row
+    by row; global_scale: one float32, a multiplier; column_scale: float32 [N]; bias: [N].
+    input_scale_inv: one float32; quantizes x as nvfp4_quant does (W4A4). None: W4A16.
+    The result is rounded only once, after the bias. Raises ValueError if dtypes or shapes do not
+    fit.
     """
     check_weight(x.shape[-1], weight, scales, "weight")
-    rows = weight.shape[:1]
-    check_factor(global_scale, (), "global_scale")
-    if column_scale is not None:
-        check_factor(column_scale, rows, "column_scale")
-    if bias is not None and bias.shape != rows:
-        raise ValueError(
-            f"bias must have one element for each of {rows[0]} weight rows; got {shape(bias)}"
-        )
-    if input_scale_inv is not None:
-        check_factor(input_scale_inv, (), "input_scale_inv")
+    check_factors(weight.shape[0], global_scale, column_scale, bias, input_scale_inv)
     return _nvfp4_linear(x, weight, scales, global_scale, column_scale, bias, input_scale_inv)
 
 
+def check_factors(
+    rows: int,
+    global_scale: Tensor,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    input_scale_inv: Tensor | None,
+) -> None:
+    """That the factors and the bias fit a weight of `rows` rows."""
+    check_factor(global_scale, (), "global_scale")
+    if column_scale is not None:
+        check_factor(column_scale, (rows,), "column_scale")
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(
+            f"bias must have one element for each of {rows} weight rows; got {shape(bias)}"
+        )
+    if input_scale_inv is not None:
+        check_factor(input_scale_inv, (), "input_scale_inv")
+
+
 def check_weight(columns: int, weight: Tensor, scales: Tensor, name: str) -> None:
-    """That codes and scales have their types and belong together, for rows of `columns`
-    elements.
+    """Raise ValueError unless codes and scales have the right dtypes and shapes for rows of
+    `columns` elements.
     """
     if columns % BLOCK:
         raise ValueError(f"NVFP4 has blocks of {BLOCK} columns; got rows of {columns}")
@@ -87,7 +96,9 @@ def check_weight(columns: int, weight: Tensor, scales: Tensor, name: str) -> Non
 
 
 def check_factor(factor: Tensor, expected: tuple[int, ...], name: str) -> None:
-    """That a factor is float32 of the expected shape; one element may have any shape."""
+    """Raise ValueError unless `factor` is float32 of the expected shape. For the expected shape (),
+    one element of any shape fits.
+    """
     fits = factor.numel() == 1 if not expected else factor.shape == expected
     if factor.dtype != torch.float32 or not fits:
         raise ValueError(
@@ -100,14 +111,16 @@ def shape(x: Tensor) -> str:
 
 
 def cpu_levels() -> list[str]:
-    """The instructions that the compiled code can use on this processor, best first; none where
-    nothing is compiled.
+    """The instruction sets that the compiled code can use on this processor, best first.
+
+    Empty without compiled code.
     """
     return [LEVELS[level] for level in _cpu_levels(torch.empty(0)).tolist()]
 
 
 def use_cpu_level(level: str) -> None:
-    """Have all products use these instructions, one of cpu_levels(); at first they use the best.
+    """Make all products use this instruction set, one of cpu_levels(). The default is the best.
+
     For tests.
     """
     _use_cpu_level(torch.empty(0), cpu_levels().index(level))

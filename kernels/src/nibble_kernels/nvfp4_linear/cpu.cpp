@@ -1,7 +1,9 @@
-// nibble::nvfp4_linear on the CPU.
+// nibble::nvfp4_linear and nibble::nvfp4_packed_linear on the CPU, and the packing of weights.
 #include "nibble/nvfp4_weight.h"
 
-#include <optional>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace nibble::cpu {
 namespace {
@@ -13,36 +15,42 @@ struct Epilogue {
   const float* bias;
 };
 
-template <class T>
-void finish_tile(const float* sums, int64_t stride, int64_t rows, int64_t begin, int64_t end,
-                 const Epilogue& epilogue, T* to, int64_t columns) {
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t n = begin; n < end; ++n) {
-      float y = sums[(n - begin) * stride + row] * epilogue.alpha;
-      if (epilogue.column_scale) y *= epilogue.column_scale[n];
-      if (epilogue.bias) y += epilogue.bias[n];
-      to[row * columns + n] = static_cast<T>(y);
-    }
-  }
+NIBBLE_CPU_LEVELS void finish(float* sums, int64_t count, float alpha, const float* column_scale,
+                              const float* bias) {
+  for (int64_t i = 0; i < count; ++i) sums[i] *= alpha;
+  if (column_scale)
+    for (int64_t i = 0; i < count; ++i) sums[i] *= column_scale[i];
+  if (bias)
+    for (int64_t i = 0; i < count; ++i) sums[i] += bias[i];
 }
 
-// `rows` rows of x, at most kManyRows.
+// Rows of x, about kManyRows at most.
 template <class T>
 void multiply_rows(const T* from, int64_t rows, const Nvfp4Weight& weight, const float* input_scale_inv,
                    const Epilogue& epilogue, T* to) {
-  Activations activations(rows, weight.columns);
-  for_rows(rows, weight.columns, [&](int64_t row) {
-    thread_local std::vector<float> floats;
-    floats.resize(weight.columns);
-    load(from + row * weight.columns, weight.columns, floats.data());
-    if (input_scale_inv) round_to_nvfp4(floats.data(), weight.columns, *input_scale_inv);
-    activations.set_row(row, floats.data());
-  });
-  for_tiles(weight.rows, [&](int64_t begin, int64_t end) {
-    thread_local std::vector<float> sums;
-    sums.resize(kWeightRows * activations.stride());
-    activations.multiply(weight, begin, end, sums.data());
-    finish_tile(sums.data(), activations.stride(), rows, begin, end, epilogue, to, weight.rows);
+  const int64_t columns = weight.columns;
+  Activations<T> activations(rows, columns, input_scale_inv != nullptr);
+  if (!activations.borrow(from)) {
+    activations.allocate();
+    for_rows(rows, columns, [&](int64_t row) {
+      thread_local std::vector<float> floats;
+      floats.resize(columns);
+      load(from + row * columns, columns, floats.data());
+      activations.set_row(row, floats.data(), input_scale_inv ? *input_scale_inv : 0.0f);
+    });
+  }
+  for_tiles(weight.tiles(), activations.few(), [&](int64_t first, int64_t count) {
+    struct Sums;
+    const int64_t stride = count * kLaneRows, begin = first * kLaneRows;
+    float* sums = static_cast<float*>(scratch<Sums>(activations.sum_rows() * stride * sizeof(float)));
+    activations.multiply(PackedTiles(weight, first, count), sums, stride);
+    const int64_t wanted = std::min(stride, weight.rows - begin);
+    for (int64_t row = 0; row < rows; ++row) {
+      float* y = sums + row * stride;
+      finish(y, wanted, epilogue.alpha, epilogue.column_scale ? epilogue.column_scale + begin : nullptr,
+             epilogue.bias ? epilogue.bias + begin : nullptr);
+      store(y, wanted, to + row * weight.rows + begin);
+    }
   });
 }
 
@@ -60,12 +68,9 @@ const float* floats_of(const std::optional<Tensor>& tensor, int64_t count, const
   return copy.data();
 }
 
-Tensor nvfp4_linear(const Tensor& input, const Tensor& codes, const Tensor& scales,
-                    const Tensor& global_scale, const std::optional<Tensor>& column_scale,
-                    const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale_inv) {
-  const Tensor x = torch::stable::contiguous(input);
-  const Tensor all_codes = torch::stable::contiguous(codes), all_scales = torch::stable::contiguous(scales);
-  const Nvfp4Weight weight = weight_of(all_codes, all_scales, x.size(x.dim() - 1));
+Tensor multiply(const Tensor& x, const Nvfp4Weight& weight, const Tensor& global_scale,
+                const std::optional<Tensor>& column_scale, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& input_scale_inv) {
   check_scalar(global_scale, "global_scale");
   Epilogue epilogue{*static_cast<const float*>(global_scale.const_data_ptr()), nullptr, nullptr};
   const float* inverse = nullptr;
@@ -83,12 +88,74 @@ Tensor nvfp4_linear(const Tensor& input, const Tensor& codes, const Tensor& scal
     using T = typename decltype(type)::type;
     const T* from = static_cast<const T*>(x.const_data_ptr());
     T* to = static_cast<T*>(y.mutable_data_ptr());
-    for (int64_t row = 0; row < rows; row += kManyRows) {
-      multiply_rows(from + row * weight.columns, std::min(kManyRows, rows - row), weight, inverse, epilogue,
-                    to + row * weight.rows);
+    for (int64_t row = 0; row < rows;) {
+      // The last ones do not come to few: a row's result does not depend on its place.
+      const int64_t left = rows - row, count = left <= kManyRows + kFewRows ? left : kManyRows;
+      multiply_rows(from + row * weight.columns, count, weight, inverse, epilogue, to + row * weight.rows);
+      row += count;
     }
   });
   return y;
+}
+
+Tensor nvfp4_linear(const Tensor& input, const Tensor& codes, const Tensor& scales,
+                    const Tensor& global_scale, const std::optional<Tensor>& column_scale,
+                    const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale_inv) {
+  const Tensor x = torch::stable::contiguous(input);
+  const Tensor all_codes = torch::stable::contiguous(codes), all_scales = torch::stable::contiguous(scales);
+  return multiply(x, stored_weight(all_codes, all_scales, x.size(x.dim() - 1)), global_scale, column_scale, bias,
+                  input_scale_inv);
+}
+
+Tensor nvfp4_packed_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t rows,
+                           const Tensor& global_scale, const std::optional<Tensor>& column_scale,
+                           const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale_inv) {
+  const Tensor x = torch::stable::contiguous(input);
+  return multiply(x, packed_weight(codes, scales, rows, x.size(x.dim() - 1)), global_scale, column_scale, bias,
+                  input_scale_inv);
+}
+
+// Large pages, where the system gives them to those who ask: a product reads all of a weight.
+void ask_for_large_pages([[maybe_unused]] const Tensor& x) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  const auto start = reinterpret_cast<uintptr_t>(x.mutable_data_ptr());
+  const uintptr_t first = (start + kPage - 1) / kPage * kPage, last = (start + x.numel()) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+std::tuple<Tensor, Tensor> nvfp4_pack(const Tensor& codes, const Tensor& scales) {
+  const Tensor all_codes = torch::stable::contiguous(codes), all_scales = torch::stable::contiguous(scales);
+  const int64_t columns = codes.size(1) * 2;
+  const Nvfp4Weight weight = stored_weight(all_codes, all_scales, columns);
+  const int64_t tiles = weight.tiles(), blocks = weight.blocks();
+  Tensor packed = torch::stable::new_empty(codes, {tiles, blocks, kBlockCodeBytes}, ScalarType::Byte);
+  Tensor packed_scales = torch::stable::new_empty(codes, {tiles, blocks, kLaneRows}, ScalarType::Float8_e4m3fn);
+  ask_for_large_pages(packed);
+  auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  auto* to_scales = static_cast<uint8_t*>(packed_scales.mutable_data_ptr());
+  const StoredWeight stored{weight.codes, weight.scales, weight.rows, columns};
+  torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile)
+      pack_tile(stored, tile * kLaneRows, to + tile * blocks * kBlockCodeBytes,
+                to_scales + tile * blocks * kLaneRows);
+  });
+  return {packed, packed_scales};
+}
+
+std::tuple<Tensor, Tensor> nvfp4_unpack(const Tensor& codes, const Tensor& scales, int64_t rows) {
+  const int64_t blocks = codes.size(1), columns = blocks * kBlockColumns;
+  const Nvfp4Weight weight = packed_weight(codes, scales, rows, columns);
+  Tensor stored = torch::stable::new_empty(codes, {rows, columns / 2}, ScalarType::Byte);
+  Tensor stored_scales = torch::stable::new_empty(codes, {rows, blocks}, ScalarType::Float8_e4m3fn);
+  auto* to = static_cast<uint8_t*>(stored.mutable_data_ptr());
+  auto* to_scales = static_cast<uint8_t*>(stored_scales.mutable_data_ptr());
+  torch::stable::parallel_for(0, weight.tiles(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile)
+      unpack_tile(Tiles{weight.codes, weight.scales, blocks}.from(tile), tile * kLaneRows, rows, to, to_scales);
+  });
+  return {stored, stored_scales};
 }
 
 Tensor nvfp4_cpu_levels(const Tensor& like) {
@@ -108,6 +175,9 @@ void nvfp4_use_cpu_level(const Tensor&, int64_t index) {
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {
   library.impl("nvfp4_linear", TORCH_BOX(&nvfp4_linear));
+  library.impl("nvfp4_packed_linear", TORCH_BOX(&nvfp4_packed_linear));
+  library.impl("nvfp4_pack", TORCH_BOX(&nvfp4_pack));
+  library.impl("nvfp4_unpack", TORCH_BOX(&nvfp4_unpack));
   library.impl("nvfp4_cpu_levels", TORCH_BOX(&nvfp4_cpu_levels));
   library.impl("nvfp4_use_cpu_level", TORCH_BOX(&nvfp4_use_cpu_level));
 }

@@ -1,5 +1,5 @@
-"""nibble::nvfp4_weight_linear: a linear layer with a prepared NVFP4 weight and unquantized
-activations, on NVIDIA GPUs.
+"""nibble::nvfp4_weight_linear, nvfp4_decode_linear and nvfp4_dequantize_weight: linear layers with
+a prepared NVFP4 weight and unquantized activations, on NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
     "nvfp4_weight_linear",
 ]
 
-# More are multiplied by torch, from a dequantized copy. Reasoned, not measured:
+# Above this number torch multiplies a dequantized copy. Derived from an estimate and not measured:
 # docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS = 64
 
@@ -69,14 +69,13 @@ def _linear_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: 
 def _dequantize_reference(
     codes: Tensor, scales: Tensor, rows: int, native: bool, columns: int, like: Tensor
 ) -> Tensor:
-    def of(codes: Tensor, scales: Tensor) -> Tensor:
-        return dequantize(*stored_weight(PreparedWeight(codes, scales, rows, native), columns)).to(
-            like.dtype
-        )
+    def values(codes: Tensor, scales: Tensor) -> Tensor:
+        stored = stored_weight(PreparedWeight(codes, scales, rows, native), columns)
+        return dequantize(*stored).to(like.dtype)
 
     if codes.ndim == 5:
-        return of(codes, scales)
-    return torch.stack([of(*expert) for expert in zip(codes, scales, strict=True)])
+        return values(codes, scales)
+    return torch.stack([values(*expert) for expert in zip(codes, scales, strict=True)])
 
 
 def _weight_linear(
@@ -166,13 +165,12 @@ def nvfp4_weight_linear(
     silu_mul: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """As nvfp4_decode_linear for any number of rows and any K of 16s: one operator, which chooses
-    when it runs.
+    """nvfp4_decode_linear for any number of rows. One operator, which chooses when it runs.
 
-    Above MAX_DECODE_ROWS rows the weight is dequantized into a temporary of the same size in x's
-    type, exactly, and torch multiplies; the global scale, column factors and bias come after the
-    sum there, too. With batch_invariant that happens for no number of rows. silu · mul then has
-    gate and up in x's type.
+    Above MAX_DECODE_ROWS rows, the weight is dequantized, exactly, into a temporary tensor [N, K]
+    of x's dtype, and torch multiplies. Global scale, column factors and bias come after the sum
+    there too, but gate and up are rounded to x's dtype before silu · mul. batch_invariant always
+    uses the decode kernel.
     """
     return _linear(x, *weight, global_scale, column_scale, bias, silu_mul, batch_invariant)
 
@@ -190,14 +188,13 @@ def nvfp4_decode_linear(
     division: Sequence[int] = (),
 ) -> Tensor:
     """x [..., K], bfloat16 or float16, times the weight: [..., N], or [..., N/2] with silu_mul.
-    Made for up to 64 rows.
 
     y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in
-    float32. With silu_mul the result is silu(y[n]) · y[n + N/2]; residual, of the result's shape,
-    is added last; one rounding ends it. K must be a multiple of 16, N of 8. A row's result does not
-    depend on the other rows as long as their number stays within 1-4, 5-8, 9-16 or 17-32 (more are
-    multiplied 32 at a time); with batch_invariant, whatever their number. `division` (thread blocks
-    of a cluster, phases of K) is for tests and measurements.
+    float32. With silu_mul the result is silu(y[n]) · y[n + N/2]. residual, of the result's shape,
+    is added last, and the result is rounded once. K must be a multiple of 16, N of 8.
+    Optimized for up to 64 rows. A row's result does not depend on the other rows while their number
+    is within 1-4, 5-8, 9-16 or 17-32 (more are multiplied 32 at a time); with batch_invariant, for
+    any number. division: (thread blocks of a cluster, phases of K), for tests and measurements.
     """
     return _decode(
         x,
@@ -213,10 +210,9 @@ def nvfp4_decode_linear(
 
 
 def nvfp4_dequantize_weight(weight: PreparedWeight, columns: int, like: Tensor) -> Tensor:
-    """Codes times block scales, exact, [N, K] in the type and on the device of `like`; the global
-    scale is left out.
+    """Codes times block scales, exactly: [N, K] with the dtype and device of `like`, without the
+    global scale.
 
-    With the experts of a layer (nvfp4_moe.gpu.prepare_experts), whose codes have one dimension
-    more, [E, N, K].
+    For the experts of a layer (nvfp4_moe.gpu.prepare_experts): [E, N, K].
     """
     return _dequantize(*weight, columns, like)

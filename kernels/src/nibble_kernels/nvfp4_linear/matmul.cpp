@@ -1,26 +1,38 @@
-// nvfp4_matmul.h: which instructions this processor has, and activations in the layout that they want.
+// nvfp4_matmul.h: which instructions this processor has, and the packing of weights.
 #include "nibble/nvfp4_matmul.h"
 
-#include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "nibble/arch.h"
 
 namespace nibble::cpu {
 
-extern const MatmulLevel kPortableLevel;
+extern const FloatLoops kPortableFloats;
+extern const ByteLoops kPortableBytes;
 #if NIBBLE_HAS_X86_LEVELS
-extern const MatmulLevel kAvx2Level, kAvx512Level;
+extern const FloatLoops kAvx2Floats, kAvx512Floats, kAvx512Bf16Floats;
+extern const ByteLoops kAvx2Bytes, kAvx512VnniBytes;
 #endif
 
 const std::vector<const MatmulLevel*>& matmul_levels() {
   static const std::vector<const MatmulLevel*> levels = [] {
     std::vector<const MatmulLevel*> found;
 #if NIBBLE_HAS_X86_LEVELS
-    if (__builtin_cpu_supports("avx512f")) found.push_back(&kAvx512Level);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2Level);
+    static const MatmulLevel kBf16{4, &kAvx512Bf16Floats, &kAvx512VnniBytes},
+        kVnni{3, &kAvx512Floats, &kAvx512VnniBytes}, kAvx512{2, &kAvx512Floats, &kAvx2Bytes},
+        kAvx2{1, &kAvx2Floats, &kAvx2Bytes};
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and so F16C
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+    if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&kBf16);
+    if (vnni) found.push_back(&kVnni);
+    if (avx512) found.push_back(&kAvx512);
+    if (avx2) found.push_back(&kAvx2);
 #endif
-    found.push_back(&kPortableLevel);
+    static const MatmulLevel kPortable{0, &kPortableFloats, &kPortableBytes};
+    found.push_back(&kPortable);
     return found;
   }();
   return levels;
@@ -32,33 +44,62 @@ const MatmulLevel& matmul_level() { return *matmul_levels()[chosen_level]; }
 
 void use_matmul_level(int64_t index) { chosen_level = index; }
 
-Activations::Activations(int64_t rows, int64_t columns)
-    : level_(matmul_level()),
-      rows_(rows),
-      columns_(columns),
-      padded_columns_((columns + kChunk - 1) / kChunk * kChunk),
-      few_(rows <= kFewRows) {
-  const int64_t panel = level_.panel_rows;
-  stride_ = few_ ? rows : (rows + panel - 1) / panel * panel;
-  values_.resize(stride_ * padded_columns_);
+// Eight codes in the order of columns, to those of even columns below those of odd ones; and back.
+static uint32_t pack_word(uint32_t word) {
+  const auto every_other = [](uint32_t x) {
+    x &= 0x0f0f0f0f;
+    x = (x | x >> 4) & 0x00ff00ff;
+    return (x | x >> 8) & 0xffff;
+  };
+  return every_other(word) | every_other(word >> 4) << 16;
 }
 
-void Activations::set_row(int64_t row, const float* x) {
-  const int64_t panel = few_ ? 1 : level_.panel_rows;
-  float* to = values_.data() + row / panel * panel * padded_columns_ + row % panel;
-  for (int64_t chunk = 0; chunk < columns_; chunk += kChunk) {
-    for (int64_t i = 0; i < kChunk; ++i) {
-      const int64_t column = chunk + level_.order[i];
-      if (column < columns_) to[(chunk + i) * panel] = x[column];
+static uint32_t unpack_word(uint32_t word) {
+  const auto spread = [](uint32_t x) {
+    x = (x | x << 8) & 0x00ff00ff;
+    return (x | x << 4) & 0x0f0f0f0f;
+  };
+  return spread(word & 0xffff) | spread(word >> 16) << 4;
+}
+
+// Words are little-endian, as they are on every processor that torch has wheels for.
+uint32_t pack_tile(const StoredWeight& weight, int64_t row, uint8_t* codes, uint8_t* scales) {
+  const int64_t blocks = weight.columns / kBlockColumns, rows = weight.rows - row;
+  uint32_t nan_rows = 0;
+  for (int64_t r = 0; r < kLaneRows; ++r) {
+    const uint8_t* from = weight.codes + (row + r) * blocks * 8;
+    const uint8_t* from_scales = weight.scales + (row + r) * blocks;
+    bool has_nan = false;
+    for (int64_t b = 0; b < blocks; ++b) {
+      uint32_t words[2] = {};
+      uint8_t scale = 0;
+      if (r < rows) {
+        std::memcpy(words, from + b * 8, 8);
+        scale = from_scales[b];
+        has_nan |= (scale & 0x7f) == 0x7f;
+      }
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t packed = pack_word(words[half]);
+        std::memcpy(codes + b * kBlockCodeBytes + half * 64 + r * 4, &packed, 4);
+      }
+      scales[b * kLaneRows + r] = scale;
     }
+    nan_rows |= static_cast<uint32_t>(has_nan) << r;
   }
+  return nan_rows;
 }
 
-void Activations::multiply(const Nvfp4Weight& weight, int64_t begin, int64_t end, float* sums) const {
-  if (!few_) return level_.many(weight, begin, end, values_.data(), stride_ / level_.panel_rows, sums);
-  for (int64_t row = 0; row < rows_; row += 4) {
-    const int64_t count = std::min<int64_t>(4, rows_ - row);
-    level_.few(weight, begin, end, values_.data() + row * padded_columns_, count, sums + row, stride_);
+void unpack_tile(const Tiles& tile, int64_t row, int64_t rows, uint8_t* codes, uint8_t* scales) {
+  for (int64_t r = 0; r < kLaneRows && row + r < rows; ++r) {
+    for (int64_t b = 0; b < tile.blocks; ++b) {
+      for (int half = 0; half < 2; ++half) {
+        uint32_t word;
+        std::memcpy(&word, tile.codes + b * kBlockCodeBytes + half * 64 + r * 4, 4);
+        word = unpack_word(word);
+        std::memcpy(codes + ((row + r) * tile.blocks + b) * 8 + half * 4, &word, 4);
+      }
+      scales[(row + r) * tile.blocks + b] = tile.scales[b * kLaneRows + r];
+    }
   }
 }
 

@@ -2,77 +2,129 @@
 #include "nibble/nvfp4_matmul.h"
 
 #include "nibble/arch.h"
-#include "nibble/e4m3_values.h"
 
 #if NIBBLE_HAS_X86_LEVELS
 #include <immintrin.h>
 
-#pragma GCC target("avx2,fma")
+#include <cstring>
+
+#pragma GCC target("avx2,fma,f16c")
 
 namespace nibble::cpu {
 namespace {
 
-constexpr int kLanes = 8;
-typedef __m256 Vec;
+struct Lanes {
+  __m256 low, high;
+};
 
-inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
-inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
-inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-
-inline float sum(Vec v) {
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+inline Lanes zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, Lanes a) {
+  _mm256_storeu_ps(p, a.low);
+  _mm256_storeu_ps(p + 8, a.high);
+}
+inline Lanes broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Lanes operator*(Lanes a, Lanes b) { return {a.low * b.low, a.high * b.high}; }
+inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
 
-// The scales of one block in the low four lanes and of another in the high ones.
-inline Vec two_scales(uint8_t low, uint8_t high) {
-  return _mm256_blend_ps(_mm256_broadcast_ss(kE4m3Values + low), _mm256_broadcast_ss(kE4m3Values + high),
-                         0xf0);
+// An E4M3 number is a float16 with other exponents: its bits moved by 7, the sign by 8, are 2^-8 of it.
+inline Lanes scales_of(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i moved = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(moved)), _mm256_cvtph_ps(_mm256_extracti128_si256(moved, 1))};
 }
 
-// Codes become bfloat16, high and low byte by a table each; a bfloat16 is the upper half of a float.
-inline void decode(const uint8_t* codes, const uint8_t* scales, Vec (&w)[kChunk / kLanes]) {
-  const __m256i high_bytes = _mm256_broadcastsi128_si256(_mm_setr_epi8(
-      0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41, -0x41, -0x40, -0x40, -0x40, -0x40));
-  const __m256i low_bytes = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40, 0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40));
-  const __m256i nibble = _mm256_set1_epi8(15), upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-  const Vec even_blocks = two_scales(scales[0], scales[2]), odd_blocks = two_scales(scales[1], scales[3]);
-  for (int odd = 0; odd < 2; ++odd) {
-    const __m256i index = _mm256_and_si256(odd ? _mm256_srli_epi16(bytes, 4) : bytes, nibble);
-    const __m256i high = _mm256_shuffle_epi8(high_bytes, index), low = _mm256_shuffle_epi8(low_bytes, index);
-    const __m256i blocks02 = _mm256_unpacklo_epi8(low, high), blocks13 = _mm256_unpackhi_epi8(low, high);
-    Vec* to = w + odd * 4;
-    to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(blocks02, 16)) * even_blocks;
-    to[1] = _mm256_castsi256_ps(_mm256_and_si256(blocks02, upper_half)) * even_blocks;
-    to[2] = _mm256_castsi256_ps(_mm256_slli_epi32(blocks13, 16)) * odd_blocks;
-    to[3] = _mm256_castsi256_ps(_mm256_and_si256(blocks13, upper_half)) * odd_blocks;
+inline __m256i codes_at(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+// 16 values of bytes, by the low or the high nibbles.
+inline __m256i look_up(__m128i values, __m256i pairs, bool high) {
+  const __m256i index = _mm256_and_si256(high ? _mm256_srli_epi16(pairs, 4) : pairs, _mm256_set1_epi8(15));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), index);
+}
+
+typedef float X;
+constexpr Operand kOperand = Operand::kFloat;
+constexpr float kFactor = 0x1p-32f;
+constexpr int kStepColumns = 1;
+constexpr int kFewAtOnce = 4, kTilesAtOnce = 1, kRowsAtOnce = 6;
+constexpr int64_t kDepth = 32;
+
+struct Decoded {
+  const uint8_t* codes;
+  explicit Decoded(const uint8_t* codes) : codes(codes) {}
+};
+
+// One byte of each lane, doubled values, as the highest byte of an integer: 2^25 · value.
+template <int kByte>
+inline __m256 byte_of(__m256i doubled) {
+  if constexpr (kByte == 0) return _mm256_cvtepi32_ps(_mm256_slli_epi32(doubled, 24));
+  if constexpr (kByte == 3)
+    return _mm256_cvtepi32_ps(_mm256_and_si256(doubled, _mm256_set1_epi32(static_cast<int>(0xff000000))));
+  const __m256i highest = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(-1, -1, -1, kByte, -1, -1, -1, kByte + 4, -1, -1, -1, kByte + 8, -1, -1, -1, kByte + 12));
+  return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(doubled, highest));
+}
+
+template <int kColumn>
+inline Lanes weights(const Decoded& decoded) {
+  constexpr int place = kColumn % 8 / 2 + kColumn % 2 * 4;
+  const __m128i doubled = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  const uint8_t* half = decoded.codes + kColumn / 8 * 64;
+  return {byte_of<place / 2>(look_up(doubled, codes_at(half), place % 2)),
+          byte_of<place / 2>(look_up(doubled, codes_at(half + 32), place % 2))};
+}
+
+inline void store_scaled(Lanes w, Lanes scale, char* to) { store(reinterpret_cast<float*>(to), w * scale); }
+inline Lanes panel_weights(const char* from) { return load(reinterpret_cast<const float*>(from)); }
+inline Lanes multiply(Lanes sums, Lanes w, const float* x) { return fma(w, broadcast(*x), sums); }
+
+#include "nibble/nvfp4_matmul_floats.h"
+
+struct Bytes {
+  __m256i low, high;
+};
+constexpr int kFewOfBytes = 4, kTilesOfBytes = 1, kRowsOfBytes = 4;
+constexpr int64_t kDepthOfBytes = 64;
+
+inline void bytes_of(const uint8_t* codes, Bytes (&w)[4]) {
+  const __m128i values = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t* half = codes + i / 2 * 64;
+    w[i] = {look_up(values, codes_at(half), i % 2), look_up(values, codes_at(half + 32), i % 2)};
   }
 }
 
-#include "nibble/nvfp4_matmul_kernels.h"
+inline void store_bytes(char* to, Bytes w) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), w.low);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), w.high);
+}
+inline Bytes load_bytes(const char* from) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32))};
+}
 
-// Lane l of vector v: odd columns from the fifth vector on, every other pair of columns in every other
-// vector, four of each of two blocks.
-constexpr auto kOrder = [] {
-  struct {
-    uint8_t column[kChunk];
-  } order{};
-  for (int v = 0; v < kChunk / kLanes; ++v) {
-    for (int l = 0; l < kLanes; ++l) {
-      const int block = l / 4 * 2 + v % 4 / 2, byte = l % 4 * 2 + v % 2;
-      order.column[v * kLanes + l] = static_cast<uint8_t>(block * 16 + byte * 2 + v / 4);
-    }
+// At most 24 · 12 · 16 in sixteen bits: no sum saturates.
+inline Lanes block_dot(const Bytes (&w)[4], const int8_t* x, const int32_t* offset) {
+  __m256i low = _mm256_setzero_si256(), high = low;
+  for (int i = 0; i < 4; ++i) {
+    int four;
+    std::memcpy(&four, x + 4 * i, sizeof four);
+    low = _mm256_add_epi16(low, _mm256_maddubs_epi16(w[i].low, _mm256_set1_epi32(four)));
+    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(w[i].high, _mm256_set1_epi32(four)));
   }
-  return order;
-}();
+  const __m256i one = _mm256_set1_epi16(1), start = _mm256_set1_epi32(*offset);
+  return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(low, one), start)),
+          _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(high, one), start))};
+}
+
+#include "nibble/nvfp4_matmul_bytes.h"
 
 }  // namespace
 
-extern const MatmulLevel kAvx2Level = {1, kPanel, kOrder.column, few, many};
+extern const FloatLoops kAvx2Floats = kFloatLoops;
+extern const ByteLoops kAvx2Bytes = kByteLoops;
 
 }  // namespace nibble::cpu
 #endif

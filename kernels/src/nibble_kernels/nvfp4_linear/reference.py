@@ -2,10 +2,10 @@
 
     y = Σ_k x[k] · code[n, k] · scale[n, k / 16]  ·  global_scale  ·  column_scale[n]  +  bias[n]
 
-in that order, every operation in float32 and y rounded once to x's type. A code times its scale is
-exact: at most six bits. With input_scale_inv, x is first rounded to NVFP4 by nvfp4_quant, and
-global_scale is multiplied by 1 / input_scale_inv. The order of the sum over k is not specified; it
-is the only freedom that an implementation has.
+in that order, with every operation in float32 and y rounded once to x's dtype. A code times its
+scale is exact, because it has at most six bits. With input_scale_inv, nvfp4_quant first rounds x to
+NVFP4, and global_scale is multiplied by 1 / input_scale_inv. Only the order of the sum over k is
+not specified.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from nibble_kernels.activation_quant.reference import nvfp4_quant
 from nibble_kernels.conversions.reference import e2m1_decode, e4m3_decode, unpack
 from nibble_kernels.scale_layout import BLOCK
 
-ROWS_AT_A_TIME = 1024  # of the weight, so that no float32 copy of the whole is made
+ROWS_AT_A_TIME = 1024  # of the weight, to limit the size of the float32 copy
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """Codes [..., K/2] times their scales [..., K/16] in float32 [..., K]; global scales are
-    left out.
-    """
+    """Codes [..., K/2] times block scales [..., K/16]: float32 [..., K], without global scales."""
     values = e2m1_decode(unpack(codes)).unflatten(-1, (-1, BLOCK))
     return (values * e4m3_decode(scales.view(torch.uint8))[..., None]).flatten(-2)
 
 
 def round_to_nvfp4(x: Tensor, input_scale_inv: Tensor) -> Tensor:
-    """What x's NVFP4 form stands for, divided by its global scale, in float32."""
+    """x rounded to NVFP4, as codes times block scales in float32, without the global scale."""
     return dequantize(*nvfp4_quant(x, input_scale_inv, tiled=False, exact=True))
 
 

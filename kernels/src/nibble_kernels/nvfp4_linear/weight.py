@@ -1,16 +1,15 @@
-"""An NVFP4 weight as the CUDA kernels read it: tile after tile, as many bytes as before but for
-padding.
+"""The layout of an NVFP4 weight for the CUDA kernels: tiles, with the same number of bytes except
+for padding.
 
-A tile is a group's 16 rows, 8 of the weight's upper half with the 8 of the lower half N / 2 further
-down, by 128 columns. A
-lane of a warp has 32 columns of row r and of row r + N / 2, as 16 bytes of codes each, and their
-four scales, side by side:
-codes[group, chunk, half, lane] are those of row 8 group + lane // 4 of the half, columns 128 chunk
-+ 32 (lane % 4) and up.
+A tile has 128 columns (a chunk) of 16 rows (a group): 8 rows of the weight's upper half, and the 8
+rows of the lower half that are N / 2 rows further down. A lane of a warp has 32 columns of row r
+and of row r + N / 2, as 16 bytes of codes each, and their four scales, side by side.
+codes[group, chunk, half, lane] are the codes of row 8 group + lane // 4 of the half, from column
+128 chunk + 32 (lane % 4).
 
-"Native" codes lie in their words as in the checkpoint, for instructions that convert E2M1 and for
-float16. Shifted ones lie so that few operations bring them to a bfloat16's place (`BfloatOperand`
-in mma_operand.cuh): each pair of columns where PAIR_BITS says.
+"Native" codes have the checkpoint's order within a word, for instructions that convert E2M1 and for
+float16. "Shifted" codes have an order from which few operations give bfloat16 (`BfloatOperand` in
+mma_operand.cuh): PAIR_BITS has the position of each pair of columns.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from torch import Tensor
 from nibble_kernels.nvfp4_linear import check_weight
 from nibble_kernels.scale_layout import BLOCK
 
-GROUP = 8  # rows of either half
-QUARTERS = 4  # of a chunk: a lane has the columns of one
+GROUP = 8  # rows of each half
+QUARTERS = 4  # of a chunk; a lane has the columns of one quarter
 CHUNK_BLOCKS = 8
 ONE = 0x38  # 1.0 as E4M3
 SIGN = 0x80
-# Where the four bits of a code lie, the least significant first, of the even column of pairs 0 to
-# 3. Those of the odd one lie 16 bits further on, around the word's end.
+# Positions in a word of the four bits of a code, least significant first, for the even columns of
+# pairs 0 to 3. Those of the odd column are 16 bits further, modulo 32.
 PAIR_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (29, 30, 26, 27))
 
 
 class PreparedWeight(NamedTuple):
-    """codes uint8 [groups, chunks, 2, 32, 16], scales uint8 [groups, chunks, 32, 4], of a weight
-    of `rows` rows.
+    """A weight of `rows` rows in the layout of this module.
+
+    codes: uint8 [groups, chunks, 2, 32, 16]; scales: uint8 [groups, chunks, 32, 4].
     """
 
     codes: Tensor
@@ -45,8 +45,8 @@ class PreparedWeight(NamedTuple):
 
 
 def wants_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether activations of a type are best multiplied by native codes: NVIDIA has instructions
-    for E2M1 since SM100.
+    """Whether native codes are faster for activations of `dtype`. NVIDIA GPUs have instructions for
+    E2M1 since SM100.
     """
     return dtype != torch.bfloat16 or (
         device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
@@ -54,12 +54,11 @@ def wants_native(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeight:
-    """Codes uint8 [N, K/2] with scales float8_e4m3fn [N, K/16], in new tensors; N must be a
-    multiple of 8.
+    """Rearrange codes, uint8 [N, K/2], and scales, float8_e4m3fn [N, K/16], into new tensors.
 
-    Scales become positive, which changes no product: a negative scale changes the signs of its
-    codes, and codes under a scale of zero become zero under a scale of one. Raises ValueError for
-    other types or shapes, and where a scale is NaN.
+    N must be a multiple of 8. Scales become positive without a change of the products: the codes of
+    a negative scale get opposite signs, and those of a zero scale become zero with a scale of one.
+    Raises ValueError for other dtypes or shapes, and for a scale that is NaN.
     """
     check_weight(2 * codes.shape[-1], codes, scales, "weight")
     rows = len(codes)
@@ -68,8 +67,8 @@ def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeigh
     stored = scales.view(torch.uint8)
     if ((stored & ~SIGN & 0xFF) == 0x7F).any():
         raise ValueError("a block scale is NaN")
-    codes, stored = _made_positive(codes, stored)
-    # [half, group, row, chunk, quarter, what a lane has of it]
+    codes, stored = _with_positive_scales(codes, stored)
+    # Dimensions: half, group, row, chunk, quarter, bytes of a lane.
     by_lane = _padded(codes, BLOCK // 2, 0).unflatten(-1, (-1, QUARTERS, BLOCK))
     scales_by_lane = _padded(stored, 1, ONE).unflatten(-1, (-1, QUARTERS, 2))
     tiles = by_lane.permute(1, 3, 0, 2, 4, 5).flatten(3, 4).contiguous()
@@ -82,7 +81,9 @@ def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeigh
 
 
 def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [N, K/2] and scales float8_e4m3fn [N, K/16] of a prepared weight, row by row."""
+    """The codes, uint8 [N, K/2], and scales, float8_e4m3fn [N, K/16], of a prepared weight, row by
+    row.
+    """
     codes, scales, rows, native = weight
     codes = codes if native else _shifted_back(codes)
     by_row = (
@@ -117,7 +118,7 @@ def _shifted_back(codes: Tensor) -> Tensor:
 
 
 def _places() -> list[tuple[int, int]]:
-    """Of each bit of a word of native codes: where it lies in a word of shifted ones."""
+    """(bit in a word of native codes, bit in a word of shifted codes) for all bits."""
     return [
         (4 * column + bit, (place + column % 2 * 16) % 32)
         for column in range(8)
@@ -134,12 +135,12 @@ def _padded(values: Tensor, each: int, fill: int) -> Tensor:
     return padded.unflatten(1, (groups, GROUP))
 
 
-def _made_positive(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+def _with_positive_scales(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     magnitudes = stored & 0x7F
     negative, zero = stored > magnitudes, magnitudes == 0
     if negative.any() or zero.any():
         by_block = codes.unflatten(-1, (-1, BLOCK // 2))
-        # The signs of both codes of a byte
+        # 0x88: the signs of both codes of a byte.
         by_block = by_block ^ (negative * 0x88).to(torch.uint8)[..., None]
         codes = by_block.masked_fill(zero[..., None], 0).flatten(-2)
     return codes, torch.where(zero, ONE, magnitudes).to(torch.uint8)

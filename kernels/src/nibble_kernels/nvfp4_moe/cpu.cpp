@@ -77,15 +77,15 @@ void activate(const Activation& activation, const float* from, int64_t columns, 
 
 // One of the two weights of all experts.
 struct Experts {
-  Nvfp4Weight all;
+  Nvfp4Weight each;  // the first
   const float* global_scales;  // [experts][shards]
   const float* input_scales;   // [experts], or null
   int64_t count;
 
-  int64_t rows() const { return all.rows / count; }
   Nvfp4Weight weight(int64_t expert) const {
-    return {all.codes + expert * rows() * (all.columns / 2),
-            all.scales + expert * rows() * (all.columns / kBlock), rows(), all.columns};
+    const int64_t lanes = expert * (each.packed ? each.tiles() * kLaneRows : each.rows);
+    return {each.codes + lanes * (each.columns / 2), each.scales + lanes * each.blocks(), each.rows,
+            each.columns, each.packed};
   }
   float input_scale_inv(int64_t expert) const { return 1.0f / input_scales[expert]; }
   // What the quantized input stands for, times the weight's own scale.
@@ -100,18 +100,20 @@ struct Choice {
   float weight;
 };
 
-// An expert's tokens and what is computed for them.
+// An expert's tokens and what is computed for them, with activations of type T.
+template <class T>
 struct Work {
   int64_t expert;
   std::vector<Choice> choices;
-  std::unique_ptr<Activations> input, middle;
+  std::unique_ptr<Activations<T>> input, middle;
   std::vector<float> hidden;  // [choices][rows of w13]
 
   int64_t count() const { return static_cast<int64_t>(choices.size()); }
 };
 
 // The experts that tokens [begin, end) have chosen.
-std::vector<Work> sort_choices(const int64_t* ids, const float* weights, int64_t begin, int64_t end,
+template <class T>
+std::vector<Work<T>> sort_choices(const int64_t* ids, const float* weights, int64_t begin, int64_t end,
                                int64_t k, int64_t experts) {
   std::vector<std::vector<Choice>> chosen(experts);
   for (int64_t token = begin; token < end; ++token) {
@@ -120,7 +122,7 @@ std::vector<Work> sort_choices(const int64_t* ids, const float* weights, int64_t
       if (ids[place] >= 0) chosen[ids[place]].push_back({token - begin, weights[place]});
     }
   }
-  std::vector<Work> result;
+  std::vector<Work<T>> result;
   for (int64_t expert = 0; expert < experts; ++expert) {
     if (!chosen[expert].empty()) result.push_back({expert, std::move(chosen[expert]), nullptr, nullptr, {}});
   }
@@ -132,13 +134,29 @@ struct Place {
 };
 
 // Calls f(work, row) for the rows of all experts, in parallel.
-template <class F>
-void for_choices(std::vector<Work>& works, int64_t columns, const F& f) {
+template <class T, class F>
+void for_choices(std::vector<Work<T>>& works, int64_t columns, const F& f) {
   std::vector<Place> places;
   for (size_t i = 0; i < works.size(); ++i)
     for (int64_t row = 0; row < works[i].count(); ++row) places.push_back({static_cast<int64_t>(i), row});
   for_rows(static_cast<int64_t>(places.size()), columns,
            [&](int64_t i) { f(works[places[i].work], places[i].row); });
+}
+
+// Some tiles of one expert's weight.
+struct Part {
+  int64_t work, first, count;
+};
+
+// The w13 tiles of all experts, as many at a time as their numbers of tokens want.
+template <class T>
+std::vector<Part> parts_of(const std::vector<Work<T>>& works, int64_t tiles) {
+  std::vector<Part> parts;
+  for (size_t i = 0; i < works.size(); ++i) {
+    for (int64_t first = 0; first < tiles; first += kPanelTiles)
+      parts.push_back({static_cast<int64_t>(i), first, std::min(kPanelTiles, tiles - first)});
+  }
+  return parts;
 }
 
 template <class T>
@@ -147,7 +165,7 @@ class Layer {
   Layer(const Experts& w13, const Experts& w2, const Activation& activation, bool weight_on_input)
       : w13_(w13), w2_(w2), activation_(activation), weight_on_input_(weight_on_input) {}
 
-  void run(const T* x, std::vector<Work>& works, int64_t tokens, T* out) const {
+  void run(const T* x, std::vector<Work<T>>& works, int64_t tokens, T* out) const {
     take_inputs(x, works);
     multiply_w13(works);
     take_middles(works);
@@ -155,10 +173,18 @@ class Layer {
   }
 
  private:
-  void take_inputs(const T* x, std::vector<Work>& works) const {
-    const int64_t columns = w13_.all.columns;
-    for (Work& work : works) work.input = std::make_unique<Activations>(work.count(), columns);
-    for_choices(works, columns, [&](Work& work, int64_t row) {
+  static float* sums_of(const Activations<T>& activations, int64_t stride) {
+    struct Sums;
+    return static_cast<float*>(scratch<Sums>(activations.sum_rows() * stride * sizeof(float)));
+  }
+
+  void take_inputs(const T* x, std::vector<Work<T>>& works) const {
+    const int64_t columns = w13_.each.columns;
+    for (Work<T>& work : works) {
+      work.input = std::make_unique<Activations<T>>(work.count(), columns, w13_.input_scales != nullptr);
+      work.input->allocate();
+    }
+    for_choices(works, columns, [&](Work<T>& work, int64_t row) {
       thread_local std::vector<float> floats;
       floats.resize(columns);
       const Choice& choice = work.choices[row];
@@ -167,69 +193,72 @@ class Layer {
         for (float& value : floats) value *= choice.weight;
         round_row<T>(floats.data(), columns);
       }
-      if (w13_.input_scales) round_to_nvfp4(floats.data(), columns, w13_.input_scale_inv(work.expert));
-      work.input->set_row(row, floats.data());
+      work.input->set_row(row, floats.data(), w13_.input_scales ? w13_.input_scale_inv(work.expert) : 0.0f);
     });
   }
 
-  void multiply_w13(std::vector<Work>& works) const {
-    const int64_t rows = w13_.rows(), tiles = (rows + kWeightRows - 1) / kWeightRows;
-    for (Work& work : works) work.hidden.resize(work.count() * rows);
-    torch::stable::parallel_for(
-        0, static_cast<int64_t>(works.size()) * tiles, 1, [&](int64_t first, int64_t last) {
-          for (int64_t i = first; i < last; ++i) {
-            const int64_t begin = i % tiles * kWeightRows;
-            multiply_w13_tile(works[i / tiles], begin, std::min(begin + kWeightRows, rows));
-          }
-        });
+  void multiply_w13(std::vector<Work<T>>& works) const {
+    for (Work<T>& work : works) work.hidden.resize(work.count() * w13_.each.rows);
+    const std::vector<Part> parts = parts_of(works, w13_.each.tiles());
+    torch::stable::parallel_for(0, static_cast<int64_t>(parts.size()), 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) multiply_w13_part(works[parts[i].work], parts[i]);
+    });
   }
 
-  void multiply_w13_tile(Work& work, int64_t begin, int64_t end) const {
-    thread_local std::vector<float> sums;
-    const int64_t stride = work.input->stride(), rows = w13_.rows(), shards = activation_.gated ? 2 : 1;
-    sums.resize(kWeightRows * stride);
-    work.input->multiply(w13_.weight(work.expert), begin, end, sums.data());
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t shard = activation_.interleaved ? n % 2 : n * shards / rows;
-      const float factor = w13_.factor(w13_.global_scales[work.expert * shards + shard], work.expert);
-      for (int64_t row = 0; row < work.count(); ++row)
-        work.hidden[row * rows + n] = sums[(n - begin) * stride + row] * factor;
+  void multiply_w13_part(Work<T>& work, const Part& part) const {
+    const int64_t rows = w13_.each.rows, shards = activation_.gated ? 2 : 1;
+    const int64_t stride = part.count * kLaneRows, begin = part.first * kLaneRows;
+    float* sums = sums_of(*work.input, stride);
+    work.input->multiply(PackedTiles(w13_.weight(work.expert), part.first, part.count), sums, stride);
+    float factors[kPanelTiles * kLaneRows];
+    const int64_t wanted = std::min(stride, rows - begin);
+    for (int64_t i = 0; i < wanted; ++i) {
+      const int64_t n = begin + i, shard = activation_.interleaved ? n % 2 : n * shards / rows;
+      factors[i] = w13_.factor(w13_.global_scales[work.expert * shards + shard], work.expert);
     }
+    for (int64_t row = 0; row < work.count(); ++row)
+      for (int64_t i = 0; i < wanted; ++i)
+        work.hidden[row * rows + begin + i] = sums[row * stride + i] * factors[i];
   }
 
-  void take_middles(std::vector<Work>& works) const {
-    const int64_t columns = w2_.all.columns, rows = w13_.rows();
-    for (Work& work : works) work.middle = std::make_unique<Activations>(work.count(), columns);
-    for_choices(works, columns, [&](Work& work, int64_t row) {
+  void take_middles(std::vector<Work<T>>& works) const {
+    const int64_t columns = w2_.each.columns, rows = w13_.each.rows;
+    for (Work<T>& work : works) {
+      work.middle = std::make_unique<Activations<T>>(work.count(), columns, w2_.input_scales != nullptr);
+      work.middle->allocate();
+    }
+    for_choices(works, columns, [&](Work<T>& work, int64_t row) {
       thread_local std::vector<float> floats;
       floats.resize(columns);
       activate(activation_, work.hidden.data() + row * rows, columns, floats.data());
       round_row<T>(floats.data(), columns);
-      if (w2_.input_scales) round_to_nvfp4(floats.data(), columns, w2_.input_scale_inv(work.expert));
-      work.middle->set_row(row, floats.data());
+      work.middle->set_row(row, floats.data(), w2_.input_scales ? w2_.input_scale_inv(work.expert) : 0.0f);
     });
   }
 
   // Each thread has columns of the output for itself and adds the experts up in their order.
-  void multiply_w2(const std::vector<Work>& works, int64_t tokens, T* out) const {
-    for_tiles(w2_.rows(), [&](int64_t begin, int64_t end) {
-      thread_local std::vector<float> sums, total;
-      total.assign(tokens * kWeightRows, 0.0f);
-      for (const Work& work : works) {
-        const int64_t stride = work.middle->stride();
-        sums.resize(kWeightRows * stride);
-        work.middle->multiply(w2_.weight(work.expert), begin, end, sums.data());
+  void multiply_w2(const std::vector<Work<T>>& works, int64_t tokens, T* out) const {
+    const bool few = std::all_of(works.begin(), works.end(), [](const auto& work) { return work.middle->few(); });
+    for_tiles(w2_.each.tiles(), few, [&](int64_t first, int64_t count) {
+      thread_local std::vector<float> total;
+      const int64_t stride = count * kLaneRows, begin = first * kLaneRows;
+      total.assign(tokens * stride, 0.0f);
+      for (const Work<T>& work : works) {
+        float* sums = sums_of(*work.middle, stride);
+        work.middle->multiply(PackedTiles(w2_.weight(work.expert), first, count), sums, stride);
         const float factor = w2_.factor(w2_.global_scales[work.expert], work.expert);
         for (int64_t row = 0; row < work.count(); ++row) {
           const Choice& choice = work.choices[row];
-          for (int64_t n = 0; n < end - begin; ++n) {
-            const float y = sums[n * stride + row] * factor;
-            total[choice.token * kWeightRows + n] += weight_on_input_ ? y : y * choice.weight;
+          float* to = total.data() + choice.token * stride;
+          for (int64_t n = 0; n < stride; ++n) {
+            const float y = sums[row * stride + n] * factor;
+            to[n] += weight_on_input_ ? y : y * choice.weight;
           }
         }
       }
+      const int64_t wanted = std::min(stride, w2_.each.rows - begin);
       for (int64_t token = 0; token < tokens; ++token)
-        store(total.data() + token * kWeightRows, end - begin, out + token * w2_.rows() + begin);
+        store(total.data() + token * stride, wanted, out + token * w2_.each.rows + begin);
     });
   }
 
@@ -245,12 +274,21 @@ const float* floats_of(const Tensor& tensor, int64_t count, const char* name) {
   return static_cast<const float*>(tensor.const_data_ptr());
 }
 
-Experts experts_of(const Tensor& codes, const Tensor& scales, int64_t columns, const Tensor& global_scales,
-                   const std::optional<Tensor>& input_scales, int64_t shards) {
+// Experts in either layout: codes [E, rows, columns / 2], or packed, [E, tiles, blocks, 128].
+Experts experts_of(const Tensor& codes, const Tensor& scales, int64_t rows, int64_t columns,
+                   const Tensor& global_scales, const std::optional<Tensor>& input_scales, int64_t shards) {
   const int64_t count = codes.size(0);
-  require(codes.is_contiguous() && scales.is_contiguous(), "experts' weights must be contiguous");
-  return {weight_of(codes, scales, columns), floats_of(global_scales, count * shards, "global scales"),
-          input_scales ? floats_of(*input_scales, count, "input scales") : nullptr, count};
+  Experts experts{{}, floats_of(global_scales, count * shards, "global scales"),
+                  input_scales ? floats_of(*input_scales, count, "input scales") : nullptr, count};
+  if (codes.dim() == 4) {
+    experts.each = packed_weight(codes, scales, rows, columns, count);
+  } else {
+    require(codes.is_contiguous() && scales.is_contiguous(), "experts' weights must be contiguous");
+    experts.each = stored_weight(codes, scales, columns);
+    experts.each.rows /= count;
+    require(experts.each.rows == rows, "experts have ", experts.each.rows, " rows, expected ", rows);
+  }
+  return experts;
 }
 
 Tensor nvfp4_moe(const Tensor& input, const Tensor& topk_weights, const Tensor& topk_ids, const Tensor& w13,
@@ -265,9 +303,12 @@ Tensor nvfp4_moe(const Tensor& input, const Tensor& topk_weights, const Tensor& 
       function_of(function),   gated, interleaved, static_cast<float>(limit), static_cast<float>(alpha),
       static_cast<float>(beta)};
   const int64_t tokens = x.size(0), columns = x.size(1), shards = gated ? 2 : 1;
-  const Experts first = experts_of(w13, w13_scale, columns, w13_global_scale, w13_input_scale, shards);
-  const Experts second = experts_of(w2, w2_scale, first.rows() / shards, w2_global_scale, w2_input_scale, 1);
-  require(second.count == first.count && second.rows() == columns, "w2 does not fit w13 and x");
+  // Packed codes have the columns of w2 in blocks of 16, stored ones two a byte.
+  const int64_t middle = w2.dim() == 4 ? w2.size(2) * kBlockColumns : w2.size(2) * 2;
+  require(w13.size(0) == w2.size(0), "w2 does not fit w13");
+  const Experts first =
+      experts_of(w13, w13_scale, middle * shards, columns, w13_global_scale, w13_input_scale, shards);
+  const Experts second = experts_of(w2, w2_scale, columns, middle, w2_global_scale, w2_input_scale, 1);
   require(ids.scalar_type() == ScalarType::Long && ids.numel() == weights.numel(),
           "ids must be int64, one a weight");
   const float* weight_data = floats_of(weights, ids.numel(), "topk_weights");
@@ -281,7 +322,7 @@ Tensor nvfp4_moe(const Tensor& input, const Tensor& topk_weights, const Tensor& 
     const Layer<T> layer(first, second, activation, weight_on_input);
     for (int64_t begin = 0; begin < tokens; begin += kTokens) {
       const int64_t end = std::min(begin + kTokens, tokens);
-      auto works = sort_choices(id_data, weight_data, begin, end, k, first.count);
+      auto works = sort_choices<T>(id_data, weight_data, begin, end, k, first.count);
       layer.run(from + begin * columns, works, end - begin, to + begin * columns);
     }
   });
@@ -290,6 +331,9 @@ Tensor nvfp4_moe(const Tensor& input, const Tensor& topk_weights, const Tensor& 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) { library.impl("nvfp4_moe", TORCH_BOX(&nvfp4_moe)); }
+STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {
+  library.impl("nvfp4_moe", TORCH_BOX(&nvfp4_moe));
+  library.impl("nvfp4_packed_moe", TORCH_BOX(&nvfp4_moe));
+}
 
 }  // namespace nibble::cpu

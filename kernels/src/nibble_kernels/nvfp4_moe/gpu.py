@@ -1,5 +1,5 @@
-"""NVFP4 experts with unquantized activations on NVIDIA GPUs: one product, straight from the
-router's choices, and the layer.
+"""nibble::nvfp4_moe_decode_linear and nvfp4_weight_moe: NVFP4 experts with unquantized activations
+on NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ __all__ = [
 ]
 
 MAX_PAIRS, MAX_TOKENS = 64, 16
-# More are multiplied by torch, from dequantized copies of all experts. Reasoned, not measured:
-# docs/kernels/nvfp4_linear.md.
+# Above this number torch multiplies dequantized copies of all experts. Derived from an estimate and
+# not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_TOKENS = 128
 
 
 class PreparedExperts(NamedTuple):
-    """Codes and scales as those of prepared weights, with the experts before; global_scales
-    float32 [E, 2]: a half each.
+    """The prepared weights of E experts: tensors of PreparedWeight with a first dimension E.
+
+    global_scales: float32 [E, 2], one for each half of an expert's rows.
     """
 
     codes: Tensor
@@ -45,7 +46,7 @@ class PreparedExperts(NamedTuple):
 def prepare_experts(
     codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool
 ) -> PreparedExperts:
-    """As prepare_weight for each expert; global_scales float32 [E, 2] (gate and up) or [E]."""
+    """prepare_weight for each expert. global_scales: float32 [E, 2] (gate and up) or [E]."""
     experts = [prepare_weight(*expert, native) for expert in zip(codes, scales, strict=True)]
     both = global_scales.float().reshape(len(codes), -1).expand(-1, 2).contiguous()
     tiled_codes, tiled_scales, _, _ = zip(*experts, strict=True)
@@ -100,13 +101,13 @@ def nvfp4_moe_decode_linear(
     topk_weights: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor:
-    """A row for each pair of a token and one of its experts, [T·k, N] or, with silu_mul, [T·k,
-    N/2], times topk_weights.
+    """One product for each pair of a token and one of its experts: [T·k, N], or [T·k, N/2] with
+    silu_mul, times topk_weights if given.
 
-    topk_ids is int32 [T, k], topk_weights float32 [T, k]; x has a row for each token or, the result
-    of the first product, one for each pair. At most MAX_TOKENS tokens and MAX_PAIRS pairs; a token
-    has an expert once. An id below 0 or too large is an expert of another process: zeros. An
-    expert's weights are read once, whatever the number of its tokens.
+    x: one row per token, or one per pair (the result of the first product); topk_ids: int32 [T, k];
+    topk_weights: float32 [T, k]. At most MAX_TOKENS tokens and MAX_PAIRS pairs, and a token must
+    not have an expert twice. A negative or too large id is an expert of another process and gives
+    zeros. Each expert's weights are read only once.
     """
     codes, scales, global_scales, rows, native = experts
     return _decode(x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul)
@@ -132,19 +133,20 @@ def _weight_moe(
     if tokens > MAX_DECODE_TOKENS or topk > MAX_PAIRS:
         return _grouped(x, topk_weights, topk_ids, w13, w2)
     step, out = min(MAX_TOKENS, MAX_PAIRS // topk), torch.empty_like(x)
-    for some in (slice(begin, begin + step) for begin in range(0, tokens, step)):
-        ids = topk_ids[some]
-        h = nvfp4_moe_decode_linear(x[some], w13, ids, silu_mul=True)
-        y = nvfp4_moe_decode_linear(h, w2, ids, topk_weights=topk_weights[some])
-        out[some] = y.unflatten(0, (-1, topk)).sum(1)
+    for part in (slice(begin, begin + step) for begin in range(0, tokens, step)):
+        ids = topk_ids[part]
+        h = nvfp4_moe_decode_linear(x[part], w13, ids, silu_mul=True)
+        y = nvfp4_moe_decode_linear(h, w2, ids, topk_weights=topk_weights[part])
+        out[part] = y.unflatten(0, (-1, topk)).sum(1)
     return out
 
 
 def _grouped(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13: PreparedExperts, w2: PreparedExperts
 ) -> Tensor:
-    """Pairs in the order of their experts, those of no expert here last. Nothing waits for the
-    GPU: graphs may have it.
+    """Multiply the pairs sorted by expert, with pairs of other processes' experts last.
+
+    Does not synchronize with the GPU, so CUDA graphs can capture it.
     """
     ids, count, topk = topk_ids.flatten(), len(w13.codes), topk_ids.shape[1]
     ids = torch.where((ids >= 0) & (ids < count), ids, count)
@@ -152,7 +154,7 @@ def _grouped(
     ends = torch.searchsorted(
         ids, torch.arange(count, device=x.device, dtype=ids.dtype), right=True
     ).int()
-    is_here, expert = (ids < count)[:, None], ids.clamp(max=count - 1)
+    is_local, expert = (ids < count)[:, None], ids.clamp(max=count - 1)
 
     def product(rows: Tensor, weight: PreparedExperts) -> Tensor:
         parts = PreparedWeight(weight.codes, weight.scales, weight.rows, weight.native)
@@ -163,8 +165,8 @@ def _grouped(
     gate_scale, up_scale = w13.global_scales[expert, :, None].unbind(1)
     h = (torch.nn.functional.silu(gate * gate_scale) * (up * up_scale)).to(x.dtype)
     factors = w2.global_scales[expert, :1] * topk_weights.flatten()[order, None]
-    # The product leaves rows of no expert as they were
-    y = torch.where(is_here, product(h, w2) * factors, 0.0)
+    # grouped_mm does not write rows after the last group.
+    y = torch.where(is_local, product(h, w2) * factors, 0.0)
     return torch.empty_like(y).index_copy_(0, order, y).unflatten(0, (-1, topk)).sum(1).to(x.dtype)
 
 
@@ -180,13 +182,13 @@ _moe = operator(
 def nvfp4_weight_moe(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13: PreparedExperts, w2: PreparedExperts
 ) -> Tensor:
-    """The experts' outputs for x [T, H], bfloat16, times topk_weights [T, k] and summed: [T, H].
+    """The sum of the experts' outputs times topk_weights [T, k], [T, H], for x bfloat16 [T, H].
 
-    topk_ids [T, k] are as those of nvfp4_moe_decode_linear, w13's rows those of gate and then of
-    up, with silu · mul between. Up to MAX_DECODE_TOKENS tokens decode kernels read the experts in
-    use, 64 pairs at a time. For more, all experts are dequantized into a temporary, exactly, w13
-    and then w2, and torch multiplies; each product is then rounded to x's type before its global
-    scale.
+    topk_ids: as in nvfp4_moe_decode_linear; w13: gate's rows and then up's; silu · mul comes
+    between the products. Up to MAX_DECODE_TOKENS tokens, decode kernels read the experts in use, 64
+    pairs at a time. For more tokens, w13 and then w2 of all experts are dequantized, exactly, into
+    a temporary tensor, and torch multiplies; each product is then rounded to x's dtype before its
+    global scale.
     """
     ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
     return _moe(x.contiguous(), weights, ids, *w13[:4], *w2[:4], w13.native)

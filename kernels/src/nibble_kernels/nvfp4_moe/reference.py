@@ -2,13 +2,15 @@
 
 For each token and each of its experts e, with w the router's weight:
 
-    gate, up = x · w13[e]ᵀ · w13_global_scale[e, gate or up]     h = function(gate) · up, rounded to x's type
-    y = h · w2[e]ᵀ · w2_global_scale[e]                           the token's output gains w · y
+    gate, up = x · w13[e]ᵀ · w13_global_scale[e, gate or up]
+    h = function(gate) · up, rounded to x's dtype
+    y = h · w2[e]ᵀ · w2_global_scale[e]
+    output of the token += w · y
 
-and the output is rounded to x's type at the end; everything between is float32, and the order of
-sums is not specified. With input scales, x and h are first rounded to NVFP4 by nvfp4_quant, each
-expert with its own scale. An expert id below 0 is an expert of another process and adds nothing.
-"""  # noqa: E501
+The output is rounded to x's dtype at the end. All other arithmetic is in float32, and the order of
+sums is not specified. With input scales, nvfp4_quant first rounds x and h to NVFP4 with the scale
+of the expert. A negative expert id is an expert of another process and adds nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,11 @@ def activate(
     alpha: float,
     beta: float,
 ) -> Tensor:
-    """function(gate) · (up + beta) of h [..., 2I], or function(h) of [..., I] where not gated, in
-    float32.
+    """function(gate) · (up + beta) of h [..., 2I] in float32, or function(h) of h [..., I].
 
-    Gate and up are halves or, interleaved, every other column. gate is clamped to at most limit and
-    up to ±limit before ("silu": x · sigmoid(alpha · x), "gelu", "gelu_tanh", "relu2"); with
-    "swiglustep" silu(gate) is clamped instead of gate.
+    function: "silu" (x · sigmoid(alpha · x)), "gelu", "gelu_tanh", "relu2" or "swiglustep".
+    interleaved: gate and up are alternate columns, else halves. Clamps gate to at most limit and up
+    to ±limit first; "swiglustep" clamps silu(gate) instead of gate.
     """
     if not gated:
         return apply(h, function, alpha)
@@ -45,6 +46,7 @@ def activate(
 
 
 def apply(x: Tensor, function: str, alpha: float) -> Tensor:
+    """The activation function of x, without gate, up and limits."""
     if function == "silu":
         return x / (1 + exact.exp(-(alpha * x)))
     if function == "relu2":

@@ -1,5 +1,5 @@
-"""nibble::quartet2_quant and nvfp4_dequantize: Quartet II's activations, with a scale per batch
-or per token.
+"""nibble::quartet2_quant and nvfp4_dequantize: Quartet II's quantization of activations, with one
+scale per batch or per token.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _nvfp4_dequantize = operator(
 def quartet2_quant(
     x: Tensor, mode: Mode, amax: Tensor | None = None, *, tiled: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [M, K/2] (uint8, even column low), block scales and the float32 scale G of x [M, K]:
-    about code * scale * G.
+    """Codes, uint8 [M, K/2], block scales and the scale G, float32, of x [M, K], with x about
+    code * scale * G.
 
-    G is [M, 1] in mode `token` and [] otherwise. amax, float32 and of G's shape, takes the place of
-    x's own: of all ranks, or of the rows without padding. Scales as in activation_quant. Raises
-    ValueError for another mode or shape.
+    G is [M, 1] in mode "token" and else []. amax: float32 of G's shape, replaces the largest
+    magnitude of x, for example with that of all ranks or of the rows without padding. Layout of
+    codes and scales: as in activation_quant. Raises ValueError for another mode or shape.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: expected {', '.join(MODES)}")
@@ -56,9 +56,9 @@ def quartet2_quant(
 
 
 def nvfp4_dequantize(codes: Tensor, scales: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """What codes [M, K/2] with row-major scales [M, K/16] stand for, [M, K] in `dtype`; G float32
-    [] or [M, 1].
+    """The values, [M, K] in `dtype`, of codes [M, K/2] with row-major scales [M, K/16] and G,
+    float32 [] or [M, 1].
 
-    Exact in bfloat16 and float16 where G is a power of two and nothing leaves the type's range.
+    Exact in bfloat16 and float16 if G is a power of two and all values are in the dtype's range.
     """
     return _nvfp4_dequantize(codes, scales, g, dtype)

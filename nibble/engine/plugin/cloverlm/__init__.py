@@ -1,6 +1,4 @@
-"""CloverLM (IST-DASLab) for vLLM 0.32: model, configuration, tokenizer mode. `register` names
-them; nothing is imported here.
-"""
+"""CloverLM (IST-DASLab) for vLLM 0.32: registers the model, its configuration and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ PACKAGE = "nibble.engine.plugin.cloverlm"
 
 
 def register_cloverlm() -> None:
-    """Make the model, its config.json and --tokenizer-mode tokenmonster known to vLLM; each is
-    imported when it is asked for.
+    """Register the model, its config.json and --tokenizer-mode tokenmonster with vLLM.
+
+    vLLM imports model and tokenizer when it needs them. Raises VllmMismatch.
     """
     from vllm.model_executor.models import ModelRegistry
     from vllm.renderers.registry import RENDERER_REGISTRY

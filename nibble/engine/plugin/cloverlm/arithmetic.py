@@ -1,5 +1,5 @@
-"""CloverLM's own arithmetic, in float32: rotation, sphere normalization and the norm behind a
-sublayer.
+"""Float32 arithmetic that CloverLM needs and vLLM lacks: rotation, normalization to the sphere, and
+the norm after a sublayer.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ SPHERE_EPS = 1e-12
 
 
 class Rotary(nn.Module):
-    """Interleaved rotary embedding: elements 2j and 2j+1 of a head turn by position * base^(-2j/d),
-    in float32.
+    """Interleaved rotary embedding in float32: rotates elements 2j and 2j+1 of a head by
+    position * base^(-2j/d).
 
-    vLLM's own rounds its table to the model's type (vllm 0.32 rotary_embedding/base.py:61).
+    vLLM's RotaryEmbedding rounds its table to the model's dtype (vllm 0.32
+    rotary_embedding/base.py:61).
     """
 
     table: Tensor
@@ -27,7 +28,7 @@ class Rotary(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
-        """x float32 [tokens, heads, d], turned; positions [tokens]."""
+        """x, float32 [tokens, heads, d], rotated. positions: [tokens]."""
         cosine, sine = self.table[positions][:, None].unbind(-1)
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack(
@@ -36,12 +37,12 @@ class Rotary(nn.Module):
 
 
 def to_sphere(x: Tensor) -> Tensor:
-    """x over its length along the last dimension, as torch.nn.functional.normalize."""
+    """x divided by its length along the last dimension, like torch.nn.functional.normalize."""
     return x / x.norm(dim=-1, keepdim=True).clamp(min=SPHERE_EPS)
 
 
 class RmsNorm(nn.Module):
-    """RMSNorm in float32 with a result in float32: the residual it is added to rounds it, once."""
+    """RMSNorm with a float32 result, so that only the addition to the residual rounds it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

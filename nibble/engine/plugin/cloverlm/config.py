@@ -1,6 +1,4 @@
-"""config.json of CloverLM, as the authors' converter writes it, with what the converter leaves
-out.
-"""
+"""The configuration of CloverLM: config.json of the authors' converter, and keys that it omits."""
 
 from __future__ import annotations
 
@@ -10,18 +8,18 @@ from transformers import PreTrainedConfig
 
 from nibble.engine.contract import CLOVERLM_MODEL_TYPE
 
-# What torch.nn.RMSNorm takes where none is given, for float32 and, since torch 2.7, for narrower
-# types.
+# The default of torch.nn.RMSNorm for float32 and, since torch 2.7, for narrower dtypes.
 EPS = 2.0**-23
 
 
 class CloverLMConfig(PreTrainedConfig):
-    """The keys of the published file, plus those below, which it does not have.
+    """The keys of the published file, and three more:
 
     rope_base           of the interleaved rotary embedding
-    rms_norm_eps        of the norms behind each sublayer and of the last one
-    residual_dtype      "float32" keeps the sum of the sublayers in float32, as training did; None: the model's own type
-    """  # noqa: E501
+    rms_norm_eps        of the norm after each sublayer and of the last norm
+    residual_dtype      "float32" keeps the residual stream in float32, as training did; None: the
+                        model's dtype
+    """
 
     model_type = CLOVERLM_MODEL_TYPE
 

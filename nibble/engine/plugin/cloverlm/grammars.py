@@ -1,8 +1,7 @@
-"""Structured answers: TokenMonster's tokens for the programs that mask what a grammar, a schema or
-a regex does not allow.
+"""Structured outputs: passes TokenMonster's tokens to xgrammar.
 
-A token is the bytes that it adds. Tokens that add no bytes, except `<eot>`, are never
-allowed, so that what was matched is what the answer says.
+A token is the bytes that it adds. Tokens that add no bytes, except `<eot>`, are never allowed, so
+that the answer is exactly the text that the grammar matched.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from nibble.engine.plugin.require import required
 
 @functools.cache
 def register_grammars() -> None:
-    """Let xgrammar read our tokenizer, where it knows those of transformers only (vllm 0.32
-    backend_xgrammar.py:69).
+    """Make xgrammar accept TokenMonsterTokenizer; vLLM 0.32 passes it as a tokenizer of
+    transformers (backend_xgrammar.py:69).
     """
-    of_transformers = required(TokenizerInfo, "from_huggingface", "tokenizer", "vocab_size")
+    from_huggingface = required(TokenizerInfo, "from_huggingface", "tokenizer", "vocab_size")
 
     def from_tokenizer(
         tokenizer: Any, *, vocab_size: int | None = None, **rest: Any
     ) -> TokenizerInfo:
         if not isinstance(tokenizer, TokenMonsterTokenizer):
-            return of_transformers(tokenizer, vocab_size=vocab_size, **rest)
+            return from_huggingface(tokenizer, vocab_size=vocab_size, **rest)
         return TokenizerInfo(
             tokenizer.spellings(),
             VocabType.RAW,

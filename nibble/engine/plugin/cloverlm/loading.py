@@ -1,4 +1,4 @@
-"""CloverLM's tensors into the model: BF16, or packed NVFP4 with scales in 128x4 tiles."""
+"""Loads CloverLM's tensors into the model: BF16, or packed NVFP4 with scales in 128x4 tiles."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ EMBEDDING, HEAD = "transformer.emb", "transformer.linear"
 
 
 def load_model(model: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Load what this rank holds; returns the names of its parameters. ValueError for missing or
-    unknown ones.
+    """Load this rank's part of the weights and return the names of its parameters.
+
+    Raises ValueError for missing or unknown tensors.
     """
     projections = _projections(model)
     parameters = dict(model.named_parameters())
@@ -39,32 +40,30 @@ def load_model(model: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded.add(name)
     missing = sorted(projections) or sorted(set(parameters) - loaded)
     if missing:
-        have = ", ".join(sorted(parts[missing[0]])) or "nothing"
+        found = ", ".join(sorted(parts[missing[0]])) or "nothing"
         raise ValueError(
             f"{len(missing)} weights of CloverLM are missing, the first is {missing[0]} (found of"
-            f" it: {have})"
+            f" it: {found})"
         )
     return loaded
 
 
 def _projections(model: Any) -> dict[str, tuple[str, nn.Module, int]]:
-    """Stored name of each of a block's six products -> the model's name of the layer, the layer,
-    and which part of it.
-    """
-    found: dict[str, tuple[str, nn.Module, int]] = {}
+    """Stored name of each product of a block -> (name of the layer, layer, index of the part)."""
+    products: dict[str, tuple[str, nn.Module, int]] = {}
     inner = model.transformer
     for index in range(inner.start, inner.end):
         block, path = inner.blocks[index], f"transformer.blocks.{index}"
         for part, name in enumerate(("lq", "lk", "lv")):
-            found[f"{path}.mhsa.{name}"] = (f"{path}.mhsa.qkv", block.mhsa.qkv, part)
-        found[f"{path}.mhsa.lo"] = (f"{path}.mhsa.lo", block.mhsa.lo, 0)
-        found[f"{path}.mlp.l1.0"] = (f"{path}.mlp.l1", block.mlp.l1, 0)
-        found[f"{path}.mlp.l2"] = (f"{path}.mlp.l2", block.mlp.l2, 0)
-    return found
+            products[f"{path}.mhsa.{name}"] = (f"{path}.mhsa.qkv", block.mhsa.qkv, part)
+        products[f"{path}.mhsa.lo"] = (f"{path}.mhsa.lo", block.mhsa.lo, 0)
+        products[f"{path}.mlp.l1.0"] = (f"{path}.mlp.l1", block.mlp.l1, 0)
+        products[f"{path}.mlp.l2"] = (f"{path}.mlp.l2", block.mlp.l2, 0)
+    return products
 
 
 def _is_elsewhere(model: Any, stored: str) -> bool:
-    """Whether another pipeline rank has it, or the embedding stands for it."""
+    """Whether another pipeline rank has a tensor, or it is a head that is tied to the embedding."""
     inner = model.transformer
     if stored.startswith("transformer.blocks."):
         index = stored.split(".")[2]

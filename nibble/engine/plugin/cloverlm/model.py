@@ -1,9 +1,8 @@
-"""CloverLM with vLLM 0.32's layers, after the authors' formula (IST-DASLab/CloverLM 806f175;
-reference.py is the specification).
+"""CloverLM with vLLM 0.32's layers, from the authors' formula (IST-DASLab/CloverLM 806f175).
 
-Not as in other models: no norm before a sublayer but one behind it, rotation before normalization,
-unit-length queries and keys with a learned scale per head and no other softmax scale, squared ReLU,
-tied embedding.
+reference.py is the specification. Differences from other models: a norm after each sublayer in
+place of one before, rotation before normalization, unit-length queries and keys with a learned
+scale per head and without another softmax scale, squared ReLU, and a tied embedding.
 """
 
 from __future__ import annotations
@@ -39,26 +38,25 @@ from nibble.engine.plugin.cloverlm.config import CloverLMConfig
 from nibble.engine.plugin.cloverlm.loading import load_model
 from nibble.engine.plugin.cloverlm.projection import HeadProjection, heads_of_rank
 
-# Of an FP8 cache: no element of a unit vector exceeds 1, so none exceeds 256 of E4M3's 448
+# The scale of keys in an FP8 cache. Elements of a unit vector are at most 1, so codes are at most
+# 256; E4M3 has 448.
 KEY_SCALE = 2.0**-8
 
 
 def config_of(vllm_config: VllmConfig) -> CloverLMConfig:
-    """The model's config.json."""
+    """The model's configuration."""
     return cast(CloverLMConfig, vllm_config.model_config.hf_config)
 
 
 def model_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """The type of the model's products; vLLM has resolved names such as "auto" by the time a
-    model is made.
+    """The dtype of the model's products. vLLM resolves names such as "auto" before it builds a
+    model.
     """
     return cast(torch.dtype, vllm_config.model_config.dtype)
 
 
 class UnitKeyAttention(Attention):
-    """vLLM's attention, whose FP8 cache has a scale for keys of length 1 where vLLM would take
-    1.0.
-    """
+    """vLLM's attention with an FP8 cache scale for keys of length 1; vLLM would use 1.0."""
 
     _k_scale: Tensor
 
@@ -155,14 +153,14 @@ class CloverBlock(nn.Module):
         self.out_mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, positions: Tensor, residual: Tensor) -> Tensor:
-        """residual [tokens, hidden], in its own type; the sublayers take the model's."""
+        """residual [tokens, hidden size] in the residual's dtype. Sublayers use the model's."""
         y = self.mhsa(positions, residual.to(self.dtype))
         residual = (residual + self.out_att_norm(y)).to(residual.dtype)
         y = self.mlp(residual.to(self.dtype))
         return (residual + self.out_mlp_norm(y)).to(residual.dtype)
 
 
-# Said here because vLLM reads annotations as objects, and in this file they are text.
+# vLLM infers the dimensions from annotations, but they are strings in this file.
 @support_torch_compile(
     dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0}
 )
@@ -212,9 +210,7 @@ class CloverLMModel(nn.Module):
 
 
 def residual_dtype(config: CloverLMConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type in which sublayers are summed. Raises ValueError for a name that is none of the
-    two.
-    """
+    """The dtype of the residual stream. Raises ValueError for another name than "float32"."""
     if config.residual_dtype not in (None, "float32"):
         raise ValueError(
             f"residual_dtype of config.json is {config.residual_dtype!r}: expected float32 or null"
@@ -224,8 +220,8 @@ def residual_dtype(config: CloverLMConfig, dtype: torch.dtype) -> torch.dtype:
 
 @reported_as(CLOVERLM_ARCHITECTURE)
 class CloverLMForCausalLM(nn.Module, SupportsPP):
-    """The model as vLLM wants it; tensors are named as in the checkpoint, except that q, k and v
-    are one (`qkv`).
+    """The model for vLLM. Parameters have the checkpoint's names, but q, k and v are fused
+    (`qkv`).
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -250,9 +246,7 @@ class CloverLMForCausalLM(nn.Module, SupportsPP):
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
-        """What the rank before this one sends: the residual, in its own type whatever `dtype`
-        is.
-        """
+        """The residual that the previous rank sends, in the residual's dtype instead of `dtype`."""
         shape = (batch_size, self.config.hidden_size)
         return IntermediateTensors(
             {"residual": torch.zeros(shape, dtype=self.transformer.residual_dtype, device=device)}

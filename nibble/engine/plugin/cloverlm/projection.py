@@ -1,5 +1,5 @@
-"""Which part of a stored weight each rank of a layer holds, and the projection that has whole
-heads of q, k and v.
+"""The part of a stored weight that each tensor-parallel rank has, and CloverLM's projection of q, k
+and v.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads of one rank, the stored key and value heads they need, and for each group of
-    queries its place in those.
+    """The heads of one rank.
 
-    vLLM's attention wants groups of one size. With 7 key heads over 2 or 4 ranks a rank's queries
-    begin or end within a group, so that its groups are halves (TP 2) or single queries (TP 4), and
-    a key head serves several of them.
+    queries: query heads; stored: the key and value heads that they need; groups: for each group of
+    queries, the index of its key head in `stored`. vLLM's attention needs groups of equal size.
+    With 7 key heads on 2 or 4 ranks, a rank's queries begin or end within a group. So its groups
+    are halves (TP 2) or single queries (TP 4), and several groups share a key head.
     """
 
     queries: range
@@ -34,13 +34,14 @@ class Heads:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every stored head serves one group."""
+        """Whether every stored head has exactly one group."""
         return len(self.groups) == len(self.stored)
 
 
 def heads_of_rank(query_heads: int, key_heads: int, rank: int, ranks: int) -> Heads:
-    """Query h attends to key head h // (query_heads / key_heads), whatever the rank. ValueError
-    where heads do not divide.
+    """The heads of `rank`. Query h attends to key head h // (query_heads / key_heads).
+
+    Raises ValueError if the numbers of heads do not divide.
     """
     if query_heads % ranks or query_heads % key_heads:
         raise ValueError(
@@ -55,8 +56,9 @@ def heads_of_rank(query_heads: int, key_heads: int, rank: int, ranks: int) -> He
 
 
 class HeadProjection(ReplicatedLinear):
-    """q, k and v of one rank's heads in one product. vLLM's QKVParallelLinear cannot split 7 key
-    heads over 2 ranks.
+    """q, k and v of one rank's heads in one product.
+
+    vLLM's QKVParallelLinear cannot split 7 key heads over 2 ranks.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, heads: Heads, **kwargs: Any) -> None:
@@ -71,12 +73,12 @@ class HeadProjection(ReplicatedLinear):
     def weight_loader(
         self, param: torch.nn.Parameter, loaded_weight: Tensor, part: int = 0
     ) -> None:
-        """Unquantized: the rows of q (0), k (1) or v (2)."""
+        """Load this rank's rows of q (part 0), k (1) or v (2) of an unquantized checkpoint."""
         param.data.split(self.output_sizes)[part].copy_(loaded_weight[self.stored_rows[part]])
 
 
 def stored_part(layer: torch.nn.Module, part: int) -> tuple[slice, slice]:
-    """Rows and columns of the stored weight [N, K] that this rank holds of a layer's `part`."""
+    """This rank's (rows, columns) of the stored weight [N, K] of a layer's `part`."""
     if isinstance(layer, HeadProjection):
         return layer.stored_rows[part], EVERYTHING
     if isinstance(layer, RowParallelLinear):

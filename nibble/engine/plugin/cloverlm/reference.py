@@ -1,8 +1,8 @@
-"""CloverLM's forward pass in float64: the specification that tests compare model.py with.
+"""CloverLM's forward pass in float64: the specification, with which tests compare model.py.
 
 X = E[id]
-per block:  q, k, v = Wq X, Wk X, Wv X;  q, k turned by position, then to length 1;  q times its
-head's scale
+per block:  q, k, v = Wq X, Wk X, Wv X;  rotate q and k by position, then scale them to length 1;
+            multiply q by its head's scale
             a = softmax over earlier positions of q_h · k_(h // ratio);  X = X + RMSNorm(Wo a v)
             X = X + RMSNorm(W2 relu(W1 X)^2)
 logits = E RMSNorm(X)
@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-Linear = Callable[
-    [str, Tensor], Tensor
-]  # (name of the weight without ".weight", x) -> x times the transposed weight
+# (name of the weight without ".weight", x) -> x times the transposed weight
+Linear = Callable[[str, Tensor], Tensor]
 
 
 def logits(
@@ -30,8 +29,9 @@ def logits(
     eps: float = 2.0**-23,
     linear: Linear | None = None,
 ) -> Tensor:
-    """[tokens, vocabulary] in float64, of one sequence of ids [tokens]. `linear` takes the place
-    of a block's six products.
+    """Logits, float64 [tokens, vocabulary], of one sequence of ids [tokens].
+
+    tensors: by their names in the checkpoint; linear: replaces the six products of a block.
     """
 
     def weight(name: str) -> Tensor:
@@ -49,7 +49,7 @@ def logits(
             product(f"{path}.mhsa.{name}", x).unflatten(-1, (-1, head_dim))
             for name in ("lq", "lk", "lv")
         )
-        q, k = (turned(y, base) for y in (q, k))
+        q, k = (rotated(y, base) for y in (q, k))
         q, k = (y / y.norm(dim=-1, keepdim=True).clamp(min=1e-12) for y in (q, k))
         q = q * weight(f"{path}.mhsa.scale").reshape(heads, 1)
         k, v = (y.repeat_interleave(heads // y.shape[1], dim=1) for y in (k, v))
@@ -62,8 +62,8 @@ def logits(
     return rms_norm(x, weight("out_norm.weight"), eps) @ weight("emb.weight").T
 
 
-def turned(x: Tensor, base: float) -> Tensor:
-    """x [tokens, heads, d] with its pairs (2j, 2j+1) turned by position * base^(-2j/d)."""
+def rotated(x: Tensor, base: float) -> Tensor:
+    """x [tokens, heads, d] with its pairs (2j, 2j+1) rotated by position * base^(-2j/d)."""
     d = x.shape[-1]
     angle = torch.arange(len(x), dtype=torch.float64)[:, None] * base ** (
         -torch.arange(0, d, 2, dtype=torch.float64) / d
@@ -75,5 +75,5 @@ def turned(x: Tensor, base: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over the root of its mean square, times weight."""
+    """x divided by the root of its mean square plus eps, times weight."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight

@@ -1,9 +1,9 @@
 """--tokenizer-mode tokenmonster: a TokenMonster vocabulary file as vLLM's tokenizer (vllm 0.32
 tokenizers/protocol.py).
 
-Only local files are read; there is no helper process and no state, so threads and forks may share
-one. `<eot>` in a text is the token that ends a document, as the authors' evaluations use it;
-nothing is put before a prompt.
+Reads only local files. The tokenizer has no helper process and no state, so threads and forks may
+share it. `<eot>` in a text becomes the token that ends a document, as in the authors' evaluations;
+prompts get no prefix.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def find_vocabulary(path: Path) -> Path:
-    """The vocabulary that `path`, a file or a folder with one, stands for. Raises
-    FileNotFoundError with what to provide.
+    """The vocabulary file: `path`, or the only one in the folder `path`.
+
+    Raises FileNotFoundError.
     """
     if path.is_file():
         return path
-    found = sorted(file for file in path.glob("*.vocab*") if file.is_file())
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(file.name for file in found) or "none"
+    files = sorted(file for file in path.glob("*.vocab*") if file.is_file())
+    if len(files) == 1:
+        return files[0]
+    names = ", ".join(file.name for file in files) or "none"
     raise FileNotFoundError(
         f"CloverLM's tokenizer needs one TokenMonster vocabulary file in {path} ({names} there):"
         f" put {VOCABULARY} from {VOCABULARY_SOURCE} into it, or give its path with --tokenizer"
@@ -42,8 +43,8 @@ def find_vocabulary(path: Path) -> Path:
 
 
 class TokenMonsterTokenizer(TokenizerLike):
-    """Tokens are strings of the vocabulary's bytes as Latin-1, so that no byte of a cut
-    character is lost between them.
+    """vLLM's tokenizer. Token strings are the bytes of a token in Latin-1, so that tokens with a
+    part of a character lose no bytes.
     """
 
     @classmethod
@@ -56,12 +57,13 @@ class TokenMonsterTokenizer(TokenizerLike):
         download_dir: str | None = None,
         **kwargs: Any,
     ) -> TokenMonsterTokenizer:
-        """From a folder with one .vocab file, or from the file. Raises ValueError or
-        FileNotFoundError; downloads nothing.
+        """The tokenizer of a folder with one .vocab file, or of the file. Downloads nothing.
+
+        Raises ValueError or FileNotFoundError.
         """
         from nibble.engine.plugin.cloverlm.grammars import register_grammars
 
-        register_grammars()  # here and not with the plugin: other models have no use for it
+        register_grammars()  # not in the plugin, because other models do not need it
         file = find_vocabulary(Path(path_or_repo_id))
         vocabulary = load(file)
         template = file.parent / CHAT_TEMPLATE
@@ -148,18 +150,18 @@ class TokenMonsterTokenizer(TokenizerLike):
     ) -> BatchEncoding:
         if text_pair is not None:
             raise ValueError("CloverLM has no pairs of texts")
-        one = isinstance(text, str)
-        ids = [self.encode(part, truncation, max_length) for part in ([text] if one else text)]
-        mask = [[1] * len(part) for part in ids]
-        return BatchEncoding(
-            {"input_ids": ids[0] if one else ids, "attention_mask": mask[0] if one else mask}
-        )
+        texts = [text] if isinstance(text, str) else text
+        ids = [self.encode(each, truncation, max_length) for each in texts]
+        masks = [[1] * len(each) for each in ids]
+        if isinstance(text, str):
+            return BatchEncoding({"input_ids": ids[0], "attention_mask": masks[0]})
+        return BatchEncoding({"input_ids": ids, "attention_mask": masks})
 
     def get_vocab(self) -> dict[str, int]:
         return {self._token(identity): identity for identity in sorted(self.vocabulary.text_of)}
 
     def get_added_vocab(self) -> dict[str, int]:
-        return {}  # <eot> is one of the vocabulary's ids; vLLM puts spaces around added ones
+        return {}  # <eot> is in the vocabulary, and vLLM puts spaces around added tokens
 
     def encode(
         self,
@@ -183,7 +185,7 @@ class TokenMonsterTokenizer(TokenizerLike):
     def get_chat_template(
         self, chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
     ) -> str | None:
-        """The one given, or that of the model's folder; CloverLM is published without one."""
+        """`chat_template`, or that of the model's folder. CloverLM is published without one."""
         return chat_template if chat_template is not None else self.chat_template
 
     def apply_chat_template(
@@ -204,7 +206,7 @@ class TokenMonsterTokenizer(TokenizerLike):
         return self.encode(prompt) if tokenize else prompt
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """Of tokens as strings; `<eot>` for one that the vocabulary does not have."""
+        """The id or ids of token strings; that of `<eot>` for an unknown token."""
         vocabulary = self.get_vocab()
         if isinstance(tokens, str):
             return vocabulary.get(tokens, self.eot)
@@ -220,8 +222,8 @@ class TokenMonsterTokenizer(TokenizerLike):
         ]
 
     def spellings(self) -> list[bytes]:
-        """For each id the bytes that it adds to any text; none for `<eot>`, nor for a token with
-        a mark, which takes one away.
+        """For each id, the bytes that it adds to a text. Empty for `<eot>`, and for tokens with a
+        mark that deletes a space.
         """
         texts = [self.vocabulary.text_of.get(identity, b"") for identity in range(self.vocab_size)]
         return [
@@ -231,8 +233,8 @@ class TokenMonsterTokenizer(TokenizerLike):
 
     @functools.cached_property
     def _outlines_vocabulary(self) -> OutlinesVocabulary:
-        """What outlines gets; vLLM's own reading knows bytes as GPT-2 writes them (vllm 0.32
-        structured_output/utils.py:394).
+        """The vocabulary for outlines. vLLM reads this attribute if it exists; its conversion
+        expects GPT-2's encoding of bytes (vllm 0.32 structured_output/utils.py:394).
         """
         from outlines_core import Vocabulary
 

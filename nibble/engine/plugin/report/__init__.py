@@ -1,9 +1,9 @@
-"""What each worker proves about itself before it serves: which kernels it took, and that they
-compute what they should.
+"""Reports of the workers before they serve: the kernels they use, and comparisons of their layers
+with reference code.
 
-A separate vLLM plugin (entry point `nibble_proof`). It does something only where NIBBLE_PROOF
-names a folder, as nibble's supervisor has it: once a worker is warm, the folder has its report,
-`worker-PID.json`. Nothing here ends a worker; the supervisor judges the reports.
+This is a separate vLLM plugin (entry point `nibble_proof`). It is active only if NIBBLE_PROOF,
+which nibble's supervisor sets, names a folder. A warm worker writes `worker-PID.json` into it.
+Nothing here ends a worker; the supervisor checks the reports (nibble/canary).
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from nibble.engine.plugin.require import names_of_vllm, replace, required, requi
 
 __all__ = ["make_report", "register"]
 
-WARM_UP = "compile_or_warm_up_model"  # as vLLM's executors call it in every worker
-REFERENCE_WAIT_S = (
-    120.0  # longer than the supervisor lets a reference take (nibble/cli/reference.py)
-)
+WARM_UP = "compile_or_warm_up_model"  # the method that vLLM's executors call in every worker
+# Longer than the supervisor's limit for computing a reference (nibble/cli/reference.py).
+REFERENCE_WAIT_S = 120.0
 
 
 @functools.cache
 def register() -> None:
-    """Follow weight loading and the end of the warm-up in this process."""
+    """Replace vLLM's functions for the end of the load and for the warm-up in this process.
+
+    Raises VllmMismatch.
+    """
     if not os.environ.get(REPORT_FOLDER) or not has_operators():
         return
     with names_of_vllm():
@@ -50,7 +52,7 @@ def register() -> None:
 
         from nibble.engine.plugin.report.probes import PROBES
 
-    name = "process_weights_after_loading"  # which that module imports for itself
+    name = "process_weights_after_loading"  # a name in that module's namespace
     process = required(base_loader, name, "model", "model_config", "target_device")
     required(WorkerBase, WARM_UP, "self")
     required_of_instances(WorkerWrapperBase, "worker", "__getattr__")
@@ -66,15 +68,15 @@ def register() -> None:
         PROBES.forget()
         return times
 
-    # vllm 0.32 base_loader.py:109 is the moment when weights are as the checkpoint has them.
-    # Executors call the wrapper's methods, which hands on those it does not have itself
-    # (worker_base.py:352).
+    # At vllm 0.32 base_loader.py:109 the weights still have the layout of the checkpoint.
+    # Executors call methods of the wrapper, which passes those that it does not define on to the
+    # worker (worker_base.py:352).
     replace(base_loader, name, remember_and_process)
     setattr(WorkerWrapperBase, WARM_UP, warm_up_and_report)
 
 
 def make_report(worker: Any) -> WorkerReport:
-    """What ran and what was compared, as plain data."""
+    """The worker's report; see contract.WorkerReport."""
     from nibble.engine.plugin.report.kernels_used import what_ran
     from nibble.engine.plugin.report.layer_checks import run_checks
 
@@ -100,20 +102,19 @@ def make_report(worker: Any) -> WorkerReport:
 def against_definition(
     worker: Any, checks: Sequence[LayerCheck]
 ) -> Comparison | NotCompared | None:
-    """The comparison with a computed reference, or `not_compared` with the reason; None where none
-    was handed over.
+    """The comparison with the computed reference for the format of activations that is served.
 
-    REFERENCES has files by the activations that they were computed with: fp4 or bf16.
+    `not_compared` with the reason if it fails; None without a reference.
     """
     folder = Path(os.environ.get(REPORT_FOLDER, ""))
     wait_while(folder / REFERENCES_PENDING)
-    place = folder / REFERENCES
-    if not place.is_file():
+    references = folder / REFERENCES
+    if not references.is_file():
         return None
     from nibble.engine.plugin.report.definition import compare_with_definition
 
     served: Format = "fp4" if "fp4" in formats_of(checks) else "bf16"
-    file = json.loads(place.read_text()).get(served)
+    file = json.loads(references.read_text()).get(served)
     if file is None:
         return None
     try:
@@ -125,15 +126,15 @@ def against_definition(
 
 
 def wait_while(pending: Path) -> None:
-    """A reference may still be computed; the supervisor takes `pending` away when it is done."""
+    """Wait for a reference that is still being computed: the supervisor then removes `pending`."""
     end = time.monotonic() + REFERENCE_WAIT_S
     while pending.exists() and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def write_report(worker: Any, folder: Path) -> None:
-    """The worker's report, all of it or nothing. A worker on another machine has no such folder; it
-    says so and goes on.
+    """Write the worker's report atomically. Warns if the folder is missing, as on another machine,
+    or not writable.
     """
     from vllm.logger import init_logger
 

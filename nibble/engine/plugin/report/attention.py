@@ -1,8 +1,9 @@
-"""Compares attention of a warm worker, on unused blocks of its KV cache, with softmax in float32.
+"""Compares the attention layers of a warm worker with softmax attention in float32.
 
-The first request of a server takes blocks from the other end of the cache. A prompt and then one
-decode step are computed; what they read goes through the cache, so its format and scales are part
-of what is compared. One layer of each kind is always compared, further ones while there is time.
+Each layer computes a prompt and then one decode step, in the last blocks of the KV cache; the first
+requests of a server use the first blocks. Keys and values go through the cache, so the comparison
+covers its format and scales. One layer of each kind is always compared, and further layers within
+BUDGET_S.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from nibble.engine.plugin.report.compare import Result, compare
 from nibble.engine.plugin.report.formats import generator_of
 from nibble.engine.plugin.report.probes import Unknown
 
-BUDGET_S = 1.0  # for the layers beyond the first of their kind
-PROMPT_TOKENS = 37  # more than one block of 16 or 32, and not a whole number of them
+BUDGET_S = 1.0  # for further layers of a known kind
+PROMPT_TOKENS = 37  # more than one block of 16 or 32 tokens, and not a multiple of a block
 
 
 def attention_results(worker: Any) -> Iterator[tuple[Result, Iterable[Result]]]:
-    """For each layer that is compared, a blank result for it and its comparisons."""
+    """For each layer to compare: a result without values, and an iterator of its comparisons."""
     until = time.monotonic() + BUDGET_S
     layers, seen = worker.vllm_config.compilation_config.static_forward_context, set()
     for groups in getattr(worker.model_runner, "attn_groups", ()):
@@ -46,7 +47,7 @@ def attention_results(worker: Any) -> Iterator[tuple[Result, Iterable[Result]]]:
 
 
 def attention_kind(layer: Any) -> str:
-    """Backend, heads, window and cache format."""
+    """Backend, heads, window and cache format, which determine the kernel."""
     backend = (
         layer.get_attn_backend().get_name()
         if hasattr(layer, "get_attn_backend")
@@ -66,15 +67,13 @@ def _compare(
     tokens = min(PROMPT_TOKENS, worker.vllm_config.model_config.max_model_len - 1)
     q, k, v = random_heads(name, layer, tokens + 1)
     form = "bf16" if layer.kv_cache_dtype in ("auto", "bfloat16", "float16") else "fp8"
-    right = {form: softmax_attention(layer, q, *stored(layer, k, v))}
+    expected = softmax_attention(layer, q, *stored(layer, k, v))
     for first, count in ((0, tokens), (tokens, 1)):
         part = slice(first, first + count)
         y = _forward(
             worker, group, name, layer, [value[part].flatten(1) for value in (q, k, v)], first
         )
-        yield compare(
-            "attention", kind, name, y, {form: value[part] for form, value in right.items()}
-        )
+        yield compare("attention", kind, name, y, {form: expected[part]})
 
 
 def _check_known(worker: Any, group: AttentionGroup, layer: Any) -> None:
@@ -100,7 +99,7 @@ def _check_known(worker: Any, group: AttentionGroup, layer: Any) -> None:
 
 
 def random_heads(name: str, layer: Any, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [tokens, heads, head size] in the model's dtype."""
+    """Random q, k and v: [tokens, heads, head size] in the model's dtype."""
     sizes = (
         (layer.num_heads, layer.head_size),
         (layer.num_kv_heads, layer.head_size),
@@ -111,7 +110,7 @@ def random_heads(name: str, layer: Any, tokens: int) -> tuple[Tensor, Tensor, Te
 
 
 def stored(layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What k and v are once the cache had them, in float32."""
+    """k and v as the cache returns them, in float32."""
     if layer.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
         return k.float(), v.float()
     scales = (layer._k_scale_float, layer._v_scale_float)
@@ -123,7 +122,7 @@ def stored(layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_attention(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence in float32 [tokens, heads * head size]."""
+    """Causal attention of one sequence: float32 [tokens, heads * head size]."""
     repeat = layer.num_heads // layer.num_kv_heads
     keys, values = (x.repeat_interleave(repeat, dim=1).transpose(0, 1) for x in (k, v))
     scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * layer.impl.scale
@@ -136,7 +135,7 @@ def softmax_attention(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _forward(
     worker: Any, group: AttentionGroup, name: str, layer: Any, qkv: list[Tensor], computed: int
 ) -> Tensor:
-    """The layer on the tokens after `computed` others, through its backend's own metadata."""
+    """The layer's output for new tokens after `computed` tokens, with its backend's metadata."""
     device, count = worker.device, len(qkv[0])
     metadata = one_request(worker, group, computed, count)
     context = {
@@ -150,9 +149,11 @@ def _forward(
 def pass_of_this_worker(
     config: VllmConfig, tokens: int, **context: Any
 ) -> AbstractContextManager[None]:
-    """The context of a forward pass. Of a mixture of experts vLLM would ask all data parallel
-    replicas for their tokens (vllm 0.32 forward_context.py:317) and wait for ever: they check other
-    layers, or, on other machines, nothing.
+    """The context of a forward pass of `tokens` tokens, with their number given for all data
+    parallel replicas.
+
+    Without the numbers, vLLM would ask the replicas in a mixture of experts (vllm 0.32
+    forward_context.py:317) and wait forever, because they do not run the same checks.
     """
     replicas = config.parallel_config.data_parallel_size
     everywhere = torch.full((replicas,), tokens, dtype=torch.int32)
@@ -165,13 +166,15 @@ def pass_of_this_worker(
 def one_request(
     worker: Any, group: AttentionGroup, computed: int, count: int, room: int = PROMPT_TOKENS + 1
 ) -> CommonAttentionMetadata:
-    """`count` new tokens of a request that has `computed` in the cache's last blocks, which are
-    taken for `room` tokens.
+    """Metadata for `count` new tokens of a request with `computed` tokens in the cache.
+
+    The request has the last blocks of the cache, for `room` tokens. Raises Unknown if the cache is
+    too small.
     """
     device, size, length = worker.device, group.kv_cache_spec.block_size, computed + count
     config = worker.model_runner.kv_cache_config
     needed = math.ceil(room / size)
-    if config.num_blocks <= needed + 1:  # block 0 is vLLM's own
+    if config.num_blocks <= needed + 1:  # vLLM reserves block 0
         raise Unknown("the KV cache has no blocks to spare")
     width = math.ceil(worker.vllm_config.model_config.max_model_len / size)
     blocks = torch.zeros(1, max(width, needed), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""How far an output is from the right one, and results of many layers as a few entries."""
+"""Compares the output of a layer with the expected one, and groups the results of many layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nibble.engine.contract import LayerCheck, Part
 
-# Of |y - right| / |right|, row by row. Outputs rounded to BF16 differ by 0.003; where activations
-# fall on the other side of a rounding to FP4, by some thousandths more. With an FP8 cache backends
-# may round queries and probabilities to FP8 too (0.03 each). A doubled scale gives 1, swapped
-# nibbles more, one zeroed head of 32 gives 0.18.
+# Limits of |y - expected| / |expected| of each row. Rounding to BF16 changes outputs by 0.003, and
+# changed FP4 codes of activations by a few thousandths more. With an FP8 cache, backends may also
+# round queries and probabilities to FP8 (0.03 each). For comparison: a doubled scale gives 1,
+# swapped nibbles more, and one zeroed head of 32 gives 0.18.
 LIMITS: Mapping[str, float] = {
     "plain": 0.02,
     "bf16": 0.02,
@@ -21,20 +21,18 @@ LIMITS: Mapping[str, float] = {
     "fp4": 0.06,
     "fp4, one scale": 0.06,
 }
-# what is between w13 and w2 is rounded to FP4 as well; kernels have it in BF16 or float32 before
-# that
+# Experts also round the values between w13 and w2 to FP4, which kernels have in BF16 or float32.
 EXPERTS_LIMIT = 0.15
-NAMED = 5  # wrong layers whose names are told
+NAMED = 5  # reported names of wrong layers, at most
 
 
 @dataclass(frozen=True)
 class Result:
-    """One comparison. `form` is the number format of the activations of an NVFP4 layer, or of the
-    KV cache, that fits best; "plain" where there is no choice. `problem` is empty where all is
-    right.
+    """The result of one comparison.
 
-    `error` is the worst row's; infinite where values are not finite. None: nothing was compared,
-    `problem` says why.
+    form: the format of activations or KV cache that fits best; "plain" if there is only one.
+    error: the largest relative error of a row, infinite for NaN or infinity; None if nothing was
+    compared. problem: what is wrong, or why nothing was compared; empty for a correct layer.
     """
 
     part: Part
@@ -46,47 +44,41 @@ class Result:
 
 
 def compare(
-    part: Part, kind: str, name: str, found: Tensor, expected: Mapping[str, Tensor]
+    part: Part, kind: str, name: str, output: Tensor, expected: Mapping[str, Tensor]
 ) -> Result:
-    """`found` [rows, N] against the nearest of the forms that are right, each [rows, N] in
-    float32.
+    """Compare `output` [rows, N] with the nearest expected output.
+
+    expected: format of activations -> float32 [rows, N].
     """
-    values = found.detach().float().cpu()
+    values = output.detach().float().cpu()
     if not values.isfinite().all():
         return Result(part, kind, name, "", float("inf"), "NaN or infinity")
     errors = {form: relative_error(values, right) for form, right in expected.items()}
-    form = min(errors, key=lambda one: errors[one] / limit_of(part, one))
+    form = min(errors, key=lambda form: errors[form] / limit_of(part, form))
     error, limit = errors[form], limit_of(part, form)
-    return Result(
-        part,
-        kind,
-        name,
-        form,
-        error,
-        "" if error <= limit else f"off by {error:.3g}, at most {limit}",
-    )
+    problem = "" if error <= limit else f"off by {error:.3g}, at most {limit}"
+    return Result(part, kind, name, form, error, problem)
 
 
 def limit_of(part: Part, form: str) -> float:
+    """The largest relative error of a correct layer."""
     return EXPERTS_LIMIT if part == "moe" and form.startswith("fp4") else LIMITS[form]
 
 
-def relative_error(found: Tensor, right: Tensor) -> float:
-    """The largest |found - right| / |right| of a row."""
-    if found.shape != right.shape:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest |actual - expected| / |expected| of a row; infinite for different shapes."""
+    if actual.shape != expected.shape:
         return float("inf")
-    norms = right.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(((found - right).norm(dim=-1) / norms).max())
+    norms = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((actual - expected).norm(dim=-1) / norms).max())
 
 
 def group(results: Iterable[Result]) -> list[LayerCheck]:
-    """One entry for each part and kind: layers, how many of them were compared, the worst error,
-    and what is wrong.
-    """
+    """One contract.LayerCheck for each part and kind."""
     kinds: dict[tuple[Part, str], list[Result]] = {}
     for result in results:
         kinds.setdefault((result.part, result.kind), []).append(result)
-    return [_entry(part, kind, found) for (part, kind), found in kinds.items()]
+    return [_entry(part, kind, same) for (part, kind), same in kinds.items()]
 
 
 def _entry(part: Part, kind: str, results: list[Result]) -> LayerCheck:
@@ -102,7 +94,7 @@ def _entry(part: Part, kind: str, results: list[Result]) -> LayerCheck:
         "kind": kind,
         "layers": len({result.name for result in results}),
         "compared": len({result.name for result in results if result.error is not None}),
-        "activations": sorted({one.form for one in results if one.form and not one.problem}),
+        "activations": sorted({each.form for each in results if each.form and not each.problem}),
         "worst_error": (
             None
             if not errors

@@ -1,11 +1,10 @@
-"""A warm worker's model against a computed reference (`nibble reference`): the embedding, what each
-layer adds, and the logits.
+"""Compares a warm worker's model with a computed reference (`nibble reference`): the embedding, the
+output of each layer, and the logits.
 
-One eager pass over the reference's longer text, in which each layer gets the reference's input in
-place of the layer before it:
-rounding does not add up from layer to layer, and a wrong layer is named. The products within a
-layer get the reference's inputs
-too, where they are found by name. Numbers only; the supervisor judges them.
+It runs one eager pass over the reference's longer text. Each layer gets the reference's input, so
+rounding does not add up from layer to layer, and the first wrong layer is known. The products in a
+layer get the reference's inputs too, if their names match. The result is numbers; the supervisor
+compares them with limits (nibble/canary/computed.py).
 """
 
 from __future__ import annotations
@@ -35,16 +34,15 @@ from nibble.engine.plugin.report.kernels_used import models_of
 from nibble.engine.plugin.report.probes import Unknown
 
 ROUNDING = 2.0**-8  # of a residual stream in BF16, relative to its norm
-SAME = 0.02  # a pass that is fed its own inputs gives its own outputs, but for this
-Stream = tuple[
-    Tensor, Tensor
-]  # what went into a layer and came out of it, [tokens, hidden size] in float32
+SAME = 0.02  # relative difference of two passes with the same inputs, at most
+Stream = tuple[Tensor, Tensor]  # input and output of a layer, float32 [tokens, hidden size]
 
 
 @torch.inference_mode()
 def compare_with_definition(worker: Any, file: Path) -> Comparison:
-    """`embedding`: relative error; `layers`: one entry each; `logits`. Raises Unknown where this
-    model cannot be followed.
+    """Compare the worker's model with the reference's tensors in `file`.
+
+    Raises Unknown if the model's structure does not allow it.
     """
     from safetensors.torch import load_file
 
@@ -60,20 +58,20 @@ def compare_with_definition(worker: Any, file: Path) -> Comparison:
     model = next(iter(models_of(worker.model_runner)))
     ids, fed = reference["ids"][:tokens], reference["inputs"][:, :tokens].to(worker.device)
     layers = layers_of(model, len(fed) - 1)
-    own, _ = run_layers(worker, model, layers, ids)
-    check_followed(worker, model, layers, ids, own)
+    unfed, _ = run_layers(worker, model, layers, ids)
+    check_feeding_works(worker, model, layers, ids, unfed)
     inside = Inside(model, layers, reference, tokens)
     with inside.fed():
-        found, hidden = run_layers(worker, model, layers, ids, fed)
+        streams, hidden = run_layers(worker, model, layers, ids, fed)
     if not inside.is_complete:
-        found, hidden = run_layers(worker, model, layers, ids, fed)
+        streams, hidden = run_layers(worker, model, layers, ids, fed)
     places = reference["places"][reference["places"] < tokens]
     network: Any = model
     logits = network.compute_logits(hidden[places.to(worker.device)])
     return {
         "tokens": tokens,
-        "embedding": relative(own[0][0].cpu(), reference["inputs"][0, :tokens].float()),
-        "layers": compare_layers(found, fed, reference, inside),
+        "embedding": relative(unfed[0][0].cpu(), reference["inputs"][0, :tokens].float()),
+        "layers": compare_layers(streams, fed, reference, inside),
         "cache": cache_form(worker),
         "norms": compare_norms(model, reference),
         "logits": (
@@ -83,10 +81,12 @@ def compare_with_definition(worker: Any, file: Path) -> Comparison:
 
 
 def compare_layers(
-    found: list[Stream], fed: Tensor, reference: dict[str, Tensor], inside: Inside
+    streams: list[Stream], fed: Tensor, reference: dict[str, Tensor], inside: Inside
 ) -> list[LayerComparison]:
-    """One entry for each layer: what it adds, its noise, and `inside` where its products were
-    fed.
+    """One entry per layer.
+
+    fed: the inputs that the layers got, [layers + 1, tokens, hidden size]. The entries have points
+    and the noise for fed products only if `inside` is complete.
     """
     kept = reference["tokens"] < fed.shape[1]
     rows, column = reference["tokens"][kept], int(inside.is_complete)
@@ -97,7 +97,7 @@ def compare_layers(
             "inside": points if inside.is_complete else [],
         }
         for (_, after), before, added, noise, points in zip(
-            found,
+            streams,
             fed.float()[:-1],
             reference["added"],
             reference["noise"],
@@ -108,28 +108,27 @@ def compare_layers(
 
 
 def cache_form(worker: Any) -> str:
-    """bf16 or fp8: what rounding of the KV cache explains."""
+    """The format of the KV cache, "bf16" or "fp8", which determines a limit."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     kinds = {str(getattr(layer, "kv_cache_dtype", "")) for layer in layers}
     return "fp8" if any(kind.startswith("fp8") for kind in kinds) else "bf16"
 
 
 def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> NormsComparison:
-    """Weights of norms that the model has by the checkpoint's names: how many, and which are
-    others.
+    """Compare weights of norms that the model has under the checkpoint's names.
 
-    Where most are, the model keeps them in another form, and none is compared.
+    If most of them differ, the model stores norms in another form, and none is compared.
     """
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     known = {
         name: value
         for key, value in reference.items()
-        if (name := norm_name(key)) in own and own[name].shape == value.shape
+        if (name := norm_name(key)) in parameters and parameters[name].shape == value.shape
     }
     wrong = [
         name
         for name, value in known.items()
-        if relative(own[name].data.float().cpu()[None], value[None]) > SAME
+        if relative(parameters[name].data.float().cpu()[None], value[None]) > SAME
     ]
     if 2 * len(wrong) > len(known):
         return {"compared": 0, "wrong": []}
@@ -137,7 +136,7 @@ def compare_norms(model: nn.Module, reference: dict[str, Tensor]) -> NormsCompar
 
 
 def layers_of(model: nn.Module, count: int) -> list[nn.Module]:
-    """The decoder layers, first to last."""
+    """The `count` decoder layers, first to last. Raises Unknown if there is no such list."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             names = inspect.signature(module[0].forward).parameters
@@ -149,47 +148,50 @@ def layers_of(model: nn.Module, count: int) -> list[nn.Module]:
 def run_layers(
     worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, fed: Tensor | None = None
 ) -> tuple[list[Stream], Tensor]:
-    """Each layer's input and output in one pass, and what the model returns.
+    """Each layer's input and output in one pass, and the model's hidden states.
 
-    `fed`: the inputs that layers get, and the last output.
+    fed: inputs to give to the layers and, last, the output to use for the last layer.
+    Raises Unknown if a layer is not called exactly once.
     """
-    seen: list[list[Tensor]] = [[] for _ in layers]
+    recorded: list[list[Tensor]] = [[] for _ in layers]
     with ExitStack() as hooks:
         for place, layer in enumerate(layers):
-            before, after = _hooks(seen[place], layer, place, fed, place + 1 == len(layers))
+            before, after = _hooks(recorded[place], layer, place, fed, place + 1 == len(layers))
             for handle in (
                 layer.register_forward_pre_hook(before, with_kwargs=True),
                 layer.register_forward_hook(after),
             ):
                 hooks.callback(handle.remove)
         hidden = forward(worker, model, ids)
-    if any(len(one) != 2 for one in seen):
+    if any(len(tensors) != 2 for tensors in recorded):
         raise Unknown("a layer was not called once in a pass")
-    return [(before, after) for before, after in seen], hidden
+    return [(before, after) for before, after in recorded], hidden
 
 
 def _hooks(
-    seen: list[Tensor], layer: nn.Module, place: int, fed: Tensor | None, is_last: bool
+    recorded: list[Tensor], layer: nn.Module, place: int, fed: Tensor | None, is_last: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks before and after a layer, which append to `recorded`."""
     signature = inspect.signature(layer.forward)
 
     def before(_layer: nn.Module, args: Any, kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        hidden, residual = given["hidden_states"], given.get("residual")
-        seen.append(_sum(hidden, residual))
+        arguments = bound.arguments
+        hidden, residual = arguments["hidden_states"], arguments.get("residual")
+        recorded.append(_sum(hidden, residual))
         if fed is None:
             return None
-        value = fed[place].to(hidden.dtype, copy=True).view_as(hidden)  # kernels write into it
-        # vLLM's layers add both before their first norm (vllm 0.32 qwen3.py:242)
-        given["hidden_states"] = value if residual is None else torch.zeros_like(hidden)
+        # A copy, because kernels write into their input.
+        value = fed[place].to(hidden.dtype, copy=True).view_as(hidden)
+        # vLLM's layers add both before their first norm (vllm 0.32 qwen3.py:242).
+        arguments["hidden_states"] = value if residual is None else torch.zeros_like(hidden)
         if residual is not None:
-            given["residual"] = value
+            arguments["residual"] = value
         return bound.args, bound.kwargs
 
     def after(_layer: nn.Module, _args: Any, output: Any) -> Any:
         pair = output if isinstance(output, tuple) else (output, None)
-        seen.append(_sum(pair[0], pair[1]))
+        recorded.append(_sum(pair[0], pair[1]))
         if fed is None or not is_last:
             return None
         value = fed[place + 1].to(pair[0].dtype, copy=True).view_as(pair[0])
@@ -205,29 +207,33 @@ def _hooks(
 
 
 def _sum(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    """The residual stream [tokens, hidden size]; a copy, because kernels add in place."""
-    found = hidden.float().clone() if residual is None else hidden.float() + residual.float()
-    return found.view(-1, found.shape[-1])  # vLLM's Transformers backend has a batch of one
+    """The residual stream, float32 [tokens, hidden size]. A copy, because kernels add in place."""
+    total = hidden.float().clone() if residual is None else hidden.float() + residual.float()
+    return total.view(-1, total.shape[-1])  # vLLM's Transformers backend adds a batch dimension
 
 
-def check_followed(
-    worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, own: list[Stream]
+def check_feeding_works(
+    worker: Any, model: Any, layers: list[nn.Module], ids: Tensor, unfed: list[Stream]
 ) -> None:
-    """Raises Unknown where layers do not pass on the sum of hidden states and residual, so that
-    feeding it means nothing.
+    """Raise Unknown if the layers depend on more than the sum of hidden states and residual.
+
+    A pass that is fed the inputs of the pass `unfed` has to give the same outputs.
     """
-    for (_, after), (before, _) in itertools.pairwise(own):
+    for (_, after), (before, _) in itertools.pairwise(unfed):
         if relative(after, before) > SAME:
             raise Unknown("something happens between two layers")
-    inputs = torch.stack([before for before, _ in own] + [own[-1][1]])
-    again, _ = run_layers(worker, model, layers, ids, inputs)
-    for (before, after), (_, other) in zip(own, again, strict=True):
+    inputs = torch.stack([before for before, _ in unfed] + [unfed[-1][1]])
+    fed, _ = run_layers(worker, model, layers, ids, inputs)
+    for (before, after), (_, other) in zip(unfed, fed, strict=True):
         if relative(other, after) > SAME and relative(other - before, after - before) > 10 * SAME:
             raise Unknown("layers take more than the sum of hidden states and residual")
 
 
 def forward(worker: Any, model: Any, ids: Tensor) -> Tensor:
-    """One eager pass over `ids`, through the KV cache's last blocks, as of a new request."""
+    """One eager pass over `ids` as a new request, in the last blocks of the KV cache.
+
+    Raises Unknown if the model does not return a single tensor.
+    """
     runner, count = worker.model_runner, len(ids)
     metadata, slots = {}, {}
     for groups in getattr(runner, "attn_groups", ()):
@@ -241,42 +247,46 @@ def forward(worker: Any, model: Any, ids: Tensor) -> Tensor:
         positions = positions.expand(3, -1)
     context = {"attn_metadata": metadata, "slot_mapping": slots, "skip_compiled": True}
     with pass_of_this_worker(worker.vllm_config, count, **context):
-        found = model(
+        hidden = model(
             input_ids=ids.to(worker.device, torch.int32),
             positions=positions,
             intermediate_tensors=None,
             inputs_embeds=None,
         )
-    if not isinstance(found, Tensor):
+    if not isinstance(hidden, Tensor):
         raise Unknown("the model returns more than hidden states")
-    return found
+    return hidden
 
 
-def relative(found: Tensor, right: Tensor) -> float:
-    """|found - right| / |right|, the median of rows."""
-    return float(row_errors(found, right).median())
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """The median over rows of |actual - expected| / |expected|."""
+    return float(row_errors(actual, expected).median())
 
 
-def compare_layer(added: Tensor, right: Tensor, after: Tensor) -> LayerDifference:
-    """What a layer adds to the stream [tokens, hidden size]: relative errors of the first and
-    second half of the tokens beyond BF16's rounding of the stream, the factor by which it is too
-    large or small, and the norm of its output.
+def compare_layer(added: Tensor, expected: Tensor, after: Tensor) -> LayerDifference:
+    """Compare what a layer adds to the residual stream. All arguments are [tokens, hidden size].
+
+    added: by the layer; expected: by the reference's layer; after: the layer's output. The errors
+    are relative and leave out the rounding of the stream to BF16. `factor` is how many times too
+    large `added` is.
     """
     if not added.isfinite().all():
         return {"early": math.inf, "late": math.inf, "factor": math.nan, "norm": math.inf}
-    distance = ((added - right).norm(dim=-1) - ROUNDING * after.norm(dim=-1)).clamp(min=0)
-    errors = distance / right.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    factor = float((added * right).sum() / (right * right).sum())
+    distance = ((added - expected).norm(dim=-1) - ROUNDING * after.norm(dim=-1)).clamp(min=0)
+    errors = distance / expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    factor = float((added * expected).sum() / (expected * expected).sum())
     norm = round(float(after.norm(dim=-1).mean()), 4)
     return {**halves(errors), "factor": round(factor, 5), "norm": norm}
 
 
-def compare_logits(found: Tensor, right: Tensor) -> LogitsComparison:
-    """Relative error and factor of centered logits, and the token whose logit is off most at all
-    places, with how much.
+def compare_logits(actual: Tensor, expected: Tensor) -> LogitsComparison:
+    """Compare logits [positions, vocabulary], centered at each position.
+
+    Gives the relative error, the factor, and the token whose mean logit differs most (`off`, with
+    the standard deviation over all tokens, `spread`).
     """
-    width = min(found.shape[-1], right.shape[-1])
-    values, wanted = (x.float().cpu()[:, :width] for x in (found, right))
+    width = min(actual.shape[-1], expected.shape[-1])
+    values, wanted = (x.float().cpu()[:, :width] for x in (actual, expected))
     values, wanted = (x - x.mean(-1, keepdim=True) for x in (values, wanted))
     if not values.isfinite().all():
         return {

@@ -1,8 +1,8 @@
-"""The products within a model's layers, fed with a computed reference's inputs
-(nibble.reference.inside keeps them).
+"""Compares the inputs of the products in a model's layers with a computed reference, and replaces
+them by the reference's (recorded by nibble/reference/inside.py).
 
-A kernel for FP4 activations rounds the reference's own values, so that codes near a midpoint fall
-as the reference's did; what reaches a product is compared before it is replaced.
+With the reference's inputs, a kernel for FP4 activations rounds values near a midpoint to the same
+codes as the reference. Each input is compared before it is replaced.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from nibble.engine.contract import Halves, InsidePoint, PointComparison, inside_
 
 
 class Inside:
-    """`fed` puts it into one pass over `tokens` tokens; `found`: for each layer, entries in the
-    order of its points.
+    """The reference's points in a model.
 
-    `is_complete`: each point was met once, so that the noise that the reference measured with all
-    of them fed is this pass's.
+    `fed` is a context for one pass over `tokens` tokens. `found` then has, for each layer, one
+    comparison per point in the order of computation.
     """
 
     def __init__(
@@ -34,25 +33,30 @@ class Inside:
         self._whole, self._tokens = len(reference["ids"]), tokens
         self.found: list[list[PointComparison]] = [[] for _ in layers]
         self._hooks: list[tuple[nn.Module, Callable[..., None]]] = []
-        self._wanted = 0
+        self._expected = 0
         joined = joined_names(model)
         for key, value in reference.items():
             if (point := InsidePoint.from_key(key)) is None:
                 continue
-            self._wanted += 1
-            found = module_of(layers[point.layer], point.names, joined)
-            if found is not None:
+            self._expected += 1
+            named = module_of(layers[point.layer], point.names, joined)
+            if named is not None:
+                name, module = named
                 noise = float(reference[inside_noise(point.layer)][point.number])
-                self._hooks.append((found[1], self._hook(point.layer, found[0], value, noise)))
+                self._hooks.append((module, self._hook(point.layer, name, value, noise)))
 
     @property
     def is_complete(self) -> bool:
-        met = [entry["at"] for layer in self.found for entry in layer]
+        """Whether each point was compared once. The noise that the reference measured with all
+        points fed is then valid for this pass.
+        """
+        compared = [entry["at"] for layer in self.found for entry in layer]
         once = all(len({entry["at"] for entry in layer}) == len(layer) for layer in self.found)
-        return once and len(met) == self._wanted
+        return once and len(compared) == self._expected
 
     @contextmanager
     def fed(self) -> Iterator[None]:
+        """A context in which products get the reference's inputs."""
         with ExitStack() as stack:
             for module, hook in self._hooks:
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -65,19 +69,20 @@ class Inside:
             if x is None or x.shape[1] != value.shape[1]:
                 return
             is_whole = len(value) == self._whole
-            right = value[: self._tokens] if is_whole else value[self._kept]
-            sampled = right[self._sampled] if is_whole else right
+            expected = value[: self._tokens] if is_whole else value[self._kept]
+            sampled = expected[self._sampled] if is_whole else expected
             errors = row_errors(x[self._sampled.to(x.device)].cpu(), sampled).nan_to_num(
                 nan=math.inf, posinf=math.inf
             )
             self.found[place].append({"at": name, **halves(errors), "noise": round(noise, 5)})
-            x[slice(None) if is_whole else self._sampled.to(x.device)] = right.to(x.device, x.dtype)
+            rows = slice(None) if is_whole else self._sampled.to(x.device)
+            x[rows] = expected.to(x.device, x.dtype)
 
         return hook
 
 
 def joined_names(model: nn.Module) -> dict[str, str]:
-    """Names of products that vLLM computes as one: q_proj to qkv_proj."""
+    """Names of products that vLLM fuses -> name of the fused one, such as q_proj -> qkv_proj."""
     mapping = getattr(model, "packed_modules_mapping", None) or {}
     return {part: whole for whole, parts in mapping.items() for part in parts}
 
@@ -85,18 +90,18 @@ def joined_names(model: nn.Module) -> dict[str, str]:
 def module_of(
     layer: nn.Module, names: list[str], joined: dict[str, str]
 ) -> tuple[str, nn.Module] | None:
-    """The first of the names that the layer has, by itself or joined with others."""
-    own = dict(layer.named_modules())
+    """(name, module) for the first of the names that the layer has, alone or fused."""
+    modules = dict(layer.named_modules())
     for name in names:
         before, dot, last = name.rpartition(".")
         for candidate in (name, before + dot + joined.get(last, last)):
-            if candidate in own:
-                return candidate, own[candidate]
+            if candidate in modules:
+                return candidate, modules[candidate]
     return None
 
 
 def rows_in(args: Any, kwargs: Any, count: int) -> Tensor | None:
-    """The first floating tensor of a call as a view [count, width]; None where it has not
+    """A view [count, width] of the first floating-point tensor of a call; None if it does not have
     `count` rows.
     """
     for value in (*args, *kwargs.values()):
@@ -106,18 +111,18 @@ def rows_in(args: Any, kwargs: Any, count: int) -> Tensor | None:
     return None
 
 
-def row_errors(found: Tensor, right: Tensor) -> Tensor:
-    """|found - right| / |right| of each row."""
-    norms = right.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (found.float() - right.float()).norm(dim=-1) / norms
+def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """|actual - expected| / |expected| of each row."""
+    norms = expected.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (actual.float() - expected.float()).norm(dim=-1) / norms
 
 
 def halves(errors: Tensor) -> Halves:
-    """Medians of the first and second half of the tokens."""
+    """The medians of the first and of the second half of the tokens."""
     half = len(errors) // 2
-    found: Halves = {}
+    medians: Halves = {}
     if half:
-        found["early"] = round(float(errors[:half].median()), 5)
+        medians["early"] = round(float(errors[:half].median()), 5)
     if half < len(errors):
-        found["late"] = round(float(errors[half:].median()), 5)
-    return found
+        medians["late"] = round(float(errors[half:].median()), 5)
+    return medians

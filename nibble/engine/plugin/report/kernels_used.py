@@ -1,4 +1,4 @@
-"""Which kernels a worker took, read from its own structures once it is warm."""
+"""Reads the kernels that a warm worker uses from vLLM's objects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from nibble.engine.plugin.layers import kernel_of
 
 
 def what_ran(worker: Any) -> KernelsUsed:
-    """Plain data: for `linear`, `moe` and `attention` what ran -> in how many layers, and one value
-    for each other part.
+    """The worker's kernels and settings; see contract.KernelsUsed.
 
-    The supervisor compares it with its plan and the workers with each other: `stage` says which
-    hold the same layers.
+    The supervisor compares them with its plan, and the workers with each other. Workers with the
+    same `stage` have the same layers.
     """
     runner, config = worker.model_runner, worker.vllm_config
     models = list(models_of(runner))
@@ -54,8 +53,8 @@ def what_ran(worker: Any) -> KernelsUsed:
 
 
 def models_of(runner: Any) -> Iterator[torch.nn.Module]:
-    """The model, and what drafts for it where that is a separate model (vllm 0.32: drafter in V1,
-    speculator in V2).
+    """The model and, if there is one, the draft model (vllm 0.32: drafter in V1, speculator in
+    V2).
     """
     yield runner.get_model()
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
@@ -65,8 +64,8 @@ def models_of(runner: Any) -> Iterator[torch.nn.Module]:
 
 
 def _linear(module: Any) -> str | None:
-    """`nvfp4: MarlinNvFp4LinearKernel` of a linear layer or head; None for other modules and
-    unquantized layers.
+    """Such as "nvfp4: MarlinNvFp4LinearKernel" for a linear layer or head. None for unquantized
+    layers and other modules.
     """
     if not isinstance(module, LinearBase | ParallelLMHead):
         return None
@@ -79,8 +78,8 @@ def _linear(module: Any) -> str | None:
 
 
 def _moe(module: Any) -> str | None:
-    """`nvfp4: MARLIN MarlinExperts`: the backend's name where the method has one, and what
-    computes.
+    """Such as "nvfp4: MARLIN MarlinExperts": the method's backend, if any, and the class that
+    computes. None for other modules.
     """
     if not isinstance(module, RoutedExperts):
         return None
@@ -97,21 +96,19 @@ def _moe(module: Any) -> str | None:
 
 
 def _has_cache(layer: Any) -> bool:
-    """Whether it keeps keys and values; state-space and linear attention keep states of other
-    kinds.
-    """
+    """Whether a layer has a KV cache, unlike state-space models and linear attention."""
     return hasattr(layer, "kv_cache_dtype") and isinstance(layer.kv_cache, torch.Tensor)
 
 
 def _kv_dtype(layer: Any) -> str:
-    """What the cache holds: the name of vLLM's format where it has one, else the tensor's type."""
-    named = layer.kv_cache_dtype
-    return named if named not in ("auto", "float16", "bfloat16") else _short(layer.kv_cache.dtype)
+    """The format of the KV cache: vLLM's name for it, or else the dtype of the tensor."""
+    name = layer.kv_cache_dtype
+    return name if name not in ("auto", "float16", "bfloat16") else _short(layer.kv_cache.dtype)
 
 
 def _sampler(runner: Any) -> str:
-    """What draws with top-k and top-p: `forward_cpu` (V1's form for this platform), `flashinfer`
-    or `native` (V2's).
+    """The implementation of top-k and top-p sampling: "flashinfer", "native", or the name of V1's
+    method for the platform, such as "forward_cpu".
     """
     sampler = getattr(runner, "sampler", None)
     chosen = getattr(getattr(sampler, "topk_topp_sampler", None), "forward", None)

@@ -1,5 +1,5 @@
-"""The layers of a warm worker against what `reference.py` says: linear layers, experts, routing
-and attention.
+"""Compares the layers of a warm worker with reference code: linear layers, experts, routing and
+attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN_ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "CPURouter")
 
 @torch.inference_mode()
 def run_checks(worker: Any) -> list[LayerCheck]:
-    """One entry for each kind of layer: see compare.group."""
+    """One entry per kind of layer; see compare.group."""
     config, results = worker.vllm_config, []
     with set_current_vllm_config(config), pass_of_this_worker(config, 1):
         for probe in PROBES.found:
@@ -44,19 +44,17 @@ def run_checks(worker: Any) -> list[LayerCheck]:
     return group([*results, *unknown])
 
 
-def _guarded(blank: Result, found: Iterable[Result]) -> list[Result]:
-    """All of `found`; what cannot be compared is told and ends nothing."""
+def _guarded(blank: Result, results: Iterable[Result]) -> list[Result]:
+    """The results of an iterator. An exception becomes a result with its reason."""
     try:
-        return list(found)
+        return list(results)
     except Exception as error:
         why = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
         return [Result(blank.part, blank.kind, blank.name, problem=" ".join(why.split())[:200])]
 
 
 def _weights(probe: Probe, device: torch.device) -> Iterator[Result]:
-    """The layer as it serves, one row at first and then all of them: kernels for few rows differ
-    from those for many.
-    """
+    """Compare a layer for one row and then for all rows, because vLLM may use different kernels."""
     for rows in sorted({1, len(probe.x)}):
         x, method = probe.x[:rows].to(device), probe.module.quant_method
         if probe.routing is None:
@@ -87,9 +85,7 @@ def _runners(worker: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _routing(name: str, kind: str, runner: Any, device: torch.device) -> Iterator[Result]:
-    """The router's choice among random logits, as weights [rows, experts] with zeros for experts
-    that were not chosen.
-    """
+    """Compare a router's weights for random logits: [rows, experts], 0 for experts not chosen."""
     router, moe = runner.router, runner.moe_config
     others = ("custom_routing_function", "_hash_indices_table", "eplb_state", "bias_vl")
     is_plain = kind in PLAIN_ROUTERS and not getattr(router, "use_grouped_topk", False)
@@ -108,13 +104,14 @@ def _routing(name: str, kind: str, runner: Any, device: torch.device) -> Iterato
     hidden = torch.randn(ROUTING_ROWS, moe.hidden_dim, generator=generator).to(moe.in_dtype)
     indices = runner.routed_experts.quant_method.topk_indices_dtype
     weights, ids = router.select_experts(hidden.to(device), logits.to(device), indices)
-    found = torch.zeros(ROUTING_ROWS, experts).scatter_(1, ids.long().cpu(), weights.float().cpu())
-    yield compare("routing", kind, name, found, {"plain": route(router, logits.float())})
+    routed = torch.zeros(ROUTING_ROWS, experts).scatter_(1, ids.long().cpu(), weights.float().cpu())
+    yield compare("routing", kind, name, routed, {"plain": route(router, logits.float())})
 
 
 def route(router: Any, logits: Tensor) -> Tensor:
-    """Weights [rows, experts] of softmax or sigmoid scores, chosen by score plus bias, in
-    float32.
+    """The reference router: weights, float32 [rows, experts], from softmax or sigmoid scores.
+
+    The top-k experts are chosen by score plus bias. Raises Unknown.
     """
     function = {"softmax": lambda values: values.softmax(-1), "sigmoid": torch.sigmoid}.get(
         router.scoring_func

@@ -1,8 +1,7 @@
-"""Random inputs and the outputs that a layer's weights, as the checkpoint has them, give by
-`reference.py`.
+"""Computes expected outputs of layers for random inputs, with the kernels' reference.py.
 
-Kernels repack weights once these are loaded, so the right answer is computed before that and kept:
-a few rows a layer. One layer of each kind is always taken, further ones while there is time.
+vLLM repacks weights for its kernels after the load, so the outputs are computed before that, for a
+few rows per layer. One layer of each kind is always taken, and further layers within BUDGET_S.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from nibble.engine.plugin.report.formats import (
     random_routing,
 )
 
-# of the first layer of a kind: more than decode kernels take (nvfp4_linear/README.md); of further
-# layers one
+# Rows for the first layer of a kind: more than decode kernels handle (nvfp4_linear/README.md).
+# Further layers have one row.
 ROWS = 24
 EXPERT_ROWS = 6
-BUDGET_S = 2.0  # for the layers beyond the first of their kind
+BUDGET_S = 2.0  # for further layers of a known kind
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A layer, its input [rows, K] in the model's dtype, and its right outputs [rows, N] in
-    float32; on the CPU.
+    """A layer with its input and expected outputs, on the CPU.
 
-    `expected` has "plain" of an unquantized layer, else "bf16" and, where the checkpoint has scales
-    for activations, forms with these in FP4: kernels for weights alone may serve such a layer too.
-    `routing` are top-k weights and ids of experts.
+    x: [rows, K] in the model's dtype; routing: top-k weights and ids of experts.
+    expected: format of activations -> float32 [rows, N]. The formats are "plain" for an unquantized
+    layer, else "bf16" and, if the checkpoint has scales for activations, FP4 formats. A weight-only
+    kernel may serve such a layer too.
     """
 
     name: str
@@ -58,15 +57,17 @@ class Probe:
 
 
 class Probes:
-    """The probes of this process; those of a draft model join those of the model."""
+    """The probes of this process, of the model and of its draft model."""
 
     def __init__(self) -> None:
         self.found: list[Probe] = []
-        self.unknown: dict[str, int] = {}  # kind, and why it was not taken -> layers
+        self.unknown: dict[
+            str, int
+        ] = {}  # "kind: reason" of layers without a probe -> their number
         self._kinds: set[str] = set()
 
     def remember(self, model: torch.nn.Module) -> None:
-        """Take layers of a model whose weights are loaded and not yet prepared for kernels."""
+        """Make probes for a model whose weights are loaded but not yet repacked."""
         until = time.monotonic() + BUDGET_S
         for name, module in model.named_modules():
             kind = kind_of(module)
@@ -84,7 +85,7 @@ class Probes:
                 self._kinds.add(kind)
 
     def forget(self) -> None:
-        """Free everything."""
+        """Free all probes."""
         self.__init__()
 
 
@@ -92,13 +93,11 @@ PROBES = Probes()
 
 
 class Unknown(Exception):
-    """Why a layer has no reference here."""
+    """The reason why a layer or model cannot be compared."""
 
 
 def kind_of(module: Any) -> str | None:
-    """What makes two layers the same to a kernel: their method, shapes and dtypes. None for what
-    is not a layer of weights.
-    """
+    """Method, dtypes and shapes of a layer, which determine its kernel. None for other modules."""
     if not isinstance(module, LinearBase | ParallelLMHead | RoutedExperts):
         return None
     method = type(getattr(module, "scheme", None) or module.quant_method).__name__
@@ -137,20 +136,22 @@ def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
         raise Unknown("no reference for this format")
     codes, blocks = codes_of(module, "weight"), module.weight_scale.data
     widths = torch.tensor(module.logical_widths, device=codes.device)
-    # Of q, k and v each their own
+    # q, k and v have different global scales.
     factors = scales.reshape(-1).expand(len(widths)).repeat_interleave(widths)
     inputs = global_scales(module, "input")
     largest = inputs.max() if inputs is not None else None
     x = random_input(name, rows, codes.shape[1] * 2, largest)
 
-    def right(inverse: Tensor | None) -> Tensor:
+    def output(inverse: Tensor | None) -> Tensor:
         one = torch.ones((), device=codes.device)
         values = x.to(codes.device).float()
         return linear_reference.nvfp4_linear(
             values, codes, blocks, one, factors, None, inverse
         ).cpu()
 
-    expected = {"bf16": right(None)} | ({"fp4": right(1 / largest)} if largest is not None else {})
+    expected = {"bf16": output(None)}
+    if largest is not None:
+        expected["fp4"] = output(1 / largest)
     return Probe(name, "linear", kind, module, x, expected)
 
 
@@ -169,13 +170,13 @@ def _experts(name: str, kind: str, module: Any) -> Probe:
     )
     weights, ids = random_routing(name, EXPERT_ROWS, experts, module.moe_config.experts_per_token)
 
-    def right(scale13: Tensor | None, scale2: Tensor | None) -> Tensor:
-        to = w13.device
+    def output(scale13: Tensor | None, scale2: Tensor | None) -> Tensor:
+        device = w13.device
         return (
             moe_reference.nvfp4_moe(
-                x.to(to),
-                weights.to(to),
-                ids.to(to),
+                x.to(device),
+                weights.to(device),
+                ids.to(device),
                 w13,
                 module.w13_weight_scale.data,
                 g13.reshape(experts, -1),
@@ -191,11 +192,11 @@ def _experts(name: str, kind: str, module: Any) -> Probe:
             .cpu()
         )
 
-    expected = {"bf16": right(None, None)}
+    expected = {"bf16": output(None, None)}
     if inputs[0] is not None and inputs[1] is not None:
-        # Kernels take each expert's own scale (the larger of gate's and up's) or the largest of
-        # all.
-        each = [inputs[0].reshape(experts, -1).amax(1), inputs[1].reshape(experts, -1).amax(1)]
-        expected["fp4"] = right(*each)
-        expected["fp4, one scale"] = right(*(scale.max().expand(experts) for scale in each))
+        # Some kernels use one scale per expert (the larger of gate's and up's), others the largest
+        # of all experts.
+        scales = [inputs[0].reshape(experts, -1).amax(1), inputs[1].reshape(experts, -1).amax(1)]
+        expected["fp4"] = output(*scales)
+        expected["fp4, one scale"] = output(*(scale.max().expand(experts) for scale in scales))
     return Probe(name, "moe", kind, module, x, expected, (weights, ids))

@@ -8,25 +8,24 @@ from urllib.parse import unquote
 from nibble.engine.plugin.tokenmonster.vocabulary import Vocabulary, VocabularyError
 
 EOT = "<eot>"
-EOT_ID = 14199  # of CloverLM, where the file's name does not say
+EOT_ID = 14199  # CloverLM's, for file names without an id
 
 
 def eot_of(vocabulary: Vocabulary, name: str) -> int:
-    """The id that the published file's name ends with ("…-eot=14199.vocab"), else CloverLM's.
+    """The id in the file's name ("…-eot=14199.vocab"), else CloverLM's.
 
-    Raises VocabularyError for a vocabulary that ends before it, and, where the name does not say,
-    for one in which that id is an ordinary token: upstream's vocabulary of the same size, without
-    `<eot>`.
+    Raises VocabularyError if the vocabulary has fewer ids, or if a file without an id in its name
+    uses CloverLM's id for an ordinary token, as upstream's vocabulary of the same size does.
     """
-    named = re.search(r"eot=(\d+)", unquote(name))
-    eot = int(named[1]) if named else EOT_ID
+    match = re.search(r"eot=(\d+)", unquote(name))
+    eot = int(match[1]) if match else EOT_ID
     if eot > vocabulary.max_id:
         raise VocabularyError(
             f"the vocabulary {name} ends at id {vocabulary.max_id}, and {EOT} is {eot}: it is"
             " another one"
         )
     text = vocabulary.decode_bytes([eot])
-    if not named and text not in (b"", EOT.encode()) and eot not in vocabulary.special_ids:
+    if not match and text not in (b"", EOT.encode()) and eot not in vocabulary.special_ids:
         raise VocabularyError(
             f"the vocabulary {name} has {text!r} as id {eot}, which is {EOT}: it is another one"
         )

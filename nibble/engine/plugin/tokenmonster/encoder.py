@@ -1,9 +1,9 @@
-"""TokenMonster's search: at each place the longest token or one of two shorter ones, whichever goes
-on best with the next.
+"""TokenMonster's search: at each position it takes the longest token or one of two shorter
+alternatives, whichever has the best score together with the token after it.
 
-"Best" is the upstream's score of a pair: characters covered and words completed, less where a word
-is cut. A second token may also begin with a space that the text does not have, after a delete token
-(capcode); that costs one point.
+The score of a pair is upstream's: it counts characters and completed words, and subtracts for cut
+words. After a delete token (capcode), the second token may also begin with a space that the text
+does not have, which costs one point.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     BEGINS_ON_CAPCODE,
     ONE_WORD,
 ) = (1 << bit for bit in range(6))
-# What a byte begins, of the vocabulary's table of 256.
+# Values of Vocabulary.begins, the table of the class of each byte.
 LETTER, SPACE = 1, 12
 
 
@@ -39,7 +39,7 @@ class Prefixes:
         self.lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
 
     def longest(self, data: bytes, start: int, stop: int) -> tuple[int, int] | None:
-        """Place and length of the longest token in data[start:stop] that begins at `start`."""
+        """(place, length) of the longest token at the start of data[start:stop], or None."""
         if start < stop:
             for length in self.lengths.get(data[start], ()):
                 if start + length <= stop:
@@ -50,7 +50,7 @@ class Prefixes:
 
 
 class Choice(NamedTuple):
-    """A first token and what would follow it."""
+    """A token (`first`, its place) with the token after it, and the score of the pair."""
 
     score: int
     first: int
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 
 def encode(vocabulary: Vocabulary, prefixes: Prefixes, text: bytes) -> list[int]:
-    """The ids of `text`, which is normalized and marked."""
+    """The ids of `text`, which is already normalized and marked."""
     search = _Search(vocabulary, prefixes, text)
     ids: list[int] = []
     position = 0
@@ -72,7 +72,7 @@ def encode(vocabulary: Vocabulary, prefixes: Prefixes, text: bytes) -> list[int]
             position += 1
             continue
         place, length = found
-        deleted = 0  # 1 where the token at hand begins with a space that the text does not have
+        deleted = 0  # 1 if the current token begins with a space that the text does not have
         while (choice := search.best(position, place, length, deleted)) is not None:
             ids.append(vocabulary.tokens[choice.first].id)
             position += choice.advance
@@ -92,8 +92,8 @@ class _Search:
         self.text = text + b"\0"
 
     def best(self, position: int, place: int, length: int, deleted: int) -> Choice | None:
-        """How to go on from the token at `place`; None at the end of the text, and between a
-        whole word and a space.
+        """The best choice for the current token at `place`. None at the end of the text, and if a
+        whole word is followed by a space.
         """
         token = self.vocabulary.tokens[place]
         after = position + length
@@ -102,12 +102,12 @@ class _Search:
         ):
             return None
         choices = list(self._choices(position, place, length, deleted))
-        # The first of the best; choices with a deleted space come last.
+        # `max` returns the first of equal scores, so choices with a deleted space come last.
         choices.sort(key=lambda choice: choice.is_deleted_space)
         return max(choices, key=lambda choice: choice.score, default=None)
 
     def _choices(self, position: int, place: int, length: int, deleted: int) -> Iterator[Choice]:
-        """The token itself, then its alternatives while they exist, each with its followers."""
+        """Choices with the current token, then with its alternatives."""
         token = self.vocabulary.tokens[place]
         yield from self._followers(position, place, length, deleted, None)
         for other in (token.first, token.second):
@@ -119,7 +119,9 @@ class _Search:
     def _followers(
         self, position: int, place: int, advance: int, deleted: int, original: int | None
     ) -> Iterator[Choice]:
-        """`original` is the length of the token at hand, where `place` is an alternative to it."""
+        """Choices for the token at `place`. `original`: length of the current token, if `place` is
+        an alternative to it.
+        """
         vocabulary, start = self.vocabulary, position + advance
         found = self.prefixes.longest(self.text, start, min(self.end, start + vocabulary.longest))
         if found is None:
@@ -163,7 +165,11 @@ def _score(
     original: int | None,
     spaced: bool,
 ) -> int:
-    """Of `first` followed by `second`, `covered` bytes in all, before a byte that `begins`."""
+    """Upstream's score of `first` and `second`, which cover `covered` bytes.
+
+    begins: class of the byte after them; deleted: `first` begins with a space that the text does
+    not have; spaced: `second` does.
+    """
     words = first.words - deleted
     gain = (
         covered

@@ -1,6 +1,4 @@
-"""What TokenMonster does to a text before it looks for tokens: normalization, and the marks of
-capcode level 1.
-"""
+"""Prepares a text for TokenMonster's search: normalization, and the marks of capcode level 1."""
 
 from __future__ import annotations
 
@@ -13,14 +11,13 @@ NFD, LOWER, NO_ACCENTS, PLAIN_QUOTES, COLLAPSE, TRIM, LEADING_SPACE, UNIX_LINES 
 QUOTES = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"'})
 SPACES = "".join(map(chr, range(33)))
 
-# Capcode level 1: "delete the next character", which is always a space put before a word that had
-# none.
+# Capcode level 1: the mark means "delete the next character", which is an added space.
 DELETE, SUBSTITUTE = "\x7f", "\x14"
 APOSTROPHES = ("'", "\u2019")
 
 
 def normalize(text: str, flags: int) -> str:
-    """`text` by the flags of a vocabulary, in upstream's order."""
+    """`text` normalized by the flags of a vocabulary, in upstream's order."""
     if flags & UNIX_LINES:
         text = text.replace("\r\n", "\n")
     if flags & PLAIN_QUOTES:
@@ -39,8 +36,8 @@ def normalize(text: str, flags: int) -> str:
 
 
 def mark_boundaries(text: str) -> str:
-    """A space before each word and number that has none, with a mark that takes it away again."""
-    found: list[str] = []
+    """`text` with a mark and a space before each word and number that has no space before it."""
+    marked: list[str] = []
     last = "\0"
     kind = last_kind = before_kind = "C"  # L letter, M mark, N number, …
     for character in text:
@@ -53,12 +50,12 @@ def mark_boundaries(text: str) -> str:
         else:
             follows = True
         if not follows:
-            found.append(DELETE + " ")
-        found.append(SUBSTITUTE if character == DELETE else character)
+            marked.append(DELETE + " ")
+        marked.append(SUBSTITUTE if character == DELETE else character)
         before_kind, last_kind, last = last_kind, kind, character
-    return "".join(found)
+    return "".join(marked)
 
 
 def unmark_boundaries(data: bytes) -> bytes:
-    """Without the marks and what each of them takes away."""
+    """`data` without the marks and the byte after each mark."""
     return re.sub(rb"\x7f.?", b"", data, flags=re.DOTALL)

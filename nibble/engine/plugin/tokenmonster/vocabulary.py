@@ -1,14 +1,12 @@
-"""A TokenMonster .vocab file, as version 1 of the project's programs writes it; integers are
-little-endian.
+"""Reads a TokenMonster .vocab file, version 1. Integers are little-endian.
 
     u8   capcode, charset, normalization, level, reserve, 3 unused
     u24  id of the unknown token, number of ids in use, number of ids, number of tokens, id of the
-    delete token
+         delete token
     u8   length of the longest token
     per token, shorter ones first: u8 length and bytes; u8 flags, u8 words; u24 first and u24 second
-    alternative, each the
-         place of a shorter token that it begins with; u24 id; f32 score
-    u8   for each byte, what it begins (256)
+         alternative, each the place of a shorter token that it begins with; u24 id; f32 score
+    u8   the class of each byte (256)
     u24  number of deleted tokens; per token: u8 length and bytes, u24 id, f32 score
 
 16777215 stands for "none".
@@ -32,16 +30,15 @@ SPECIAL = 64
 
 
 class VocabularyError(ValueError):
-    """A file that is not a vocabulary, or of a kind that nibble does not read."""
+    """A file is not a vocabulary, or of a kind that nibble does not support."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token. `flags`: 1 ends with a letter, 2 begins with one, 4 begins with a space, 8 ends
-    and 16 begins on capcode,
+    """A token. `first` and `second` are the places of its alternatives in the vocabulary.
 
-    32 is one word after a space, 64 special, 128 all letters or none. Alternatives are places in
-    the vocabulary.
+    flags: 1 ends with a letter, 2 begins with a letter, 4 begins with a space, 8 ends on capcode,
+    16 begins on capcode, 32 one word after a space, 64 special, 128 all letters or no letters.
     """
 
     text: bytes
@@ -53,9 +50,7 @@ class Token:
 
 
 class Vocabulary:
-    """What a file holds. Immutable after it is made, so threads and forked processes may share
-    it.
-    """
+    """The content of a vocabulary file. Immutable, so threads and forked processes may share it."""
 
     def __init__(
         self,
@@ -82,8 +77,8 @@ class Vocabulary:
         return max(self.text_of, default=-1)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. What no token begins with is left out, or the unknown token where
-        there is one.
+        """The ids of a text. A byte that no token begins with becomes the unknown token, if the
+        vocabulary has one, and is otherwise left out.
         """
         data = normalize(text, self.normalization)
         if self.capcode == BOUNDARIES:
@@ -91,22 +86,20 @@ class Vocabulary:
         return encoder.encode(self, self._search, data.encode(errors="replace"))
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of tokens; ids that the vocabulary does not have stand for nothing."""
+        """The bytes of a text. Unknown ids are ignored."""
         return self.unmark(b"".join(self.text_of.get(token, b"") for token in ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; U+FFFD where their bytes are no UTF-8."""
+        """The text of tokens, with U+FFFD for bytes that are not UTF-8."""
         return self.decode_bytes(ids).decode(errors="replace")
 
     def unmark(self, data: bytes) -> bytes:
-        """Bytes of tokens as bytes of text."""
+        """The bytes of tokens without capcode's marks and the spaces that they delete."""
         return unmark_boundaries(data) if self.capcode == BOUNDARIES else data
 
 
 def load(path: Path) -> Vocabulary:
-    """The vocabulary of a file. Raises VocabularyError for a file that is none, or of a kind
-    that is not read here.
-    """
+    """Read a vocabulary file. Raises VocabularyError if it is invalid or not supported."""
     try:
         return _parse(_Reader(path.read_bytes()))
     except (struct.error, IndexError, ValueError) as error:
@@ -148,7 +141,7 @@ def _parse(reader: _Reader) -> Vocabulary:
 
 
 class _Reader:
-    """Fields in the order of the file. Past the end: IndexError."""
+    """Reads fields in the order of the file. Raises IndexError past the end."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

@@ -1,40 +1,97 @@
-// Products of float32 activations with NVFP4 weights on the CPU, the weights read as checkpoints store them.
-// No torch here: nvfp4_linear and nvfp4_moe bring tensors, threads and what follows the sums.
+// Products of activations with packed NVFP4 weights on the CPU. No torch here: nvfp4_linear and nvfp4_moe
+// bring tensors, threads and what follows the sums.
+//
+// A packed weight is a sequence of tiles of 16 weight rows. A tile is a sequence of blocks of 16 columns: 128
+// bytes of codes and, in another array, 16 E4M3 scales. So a register of 16 lanes has one weight row a lane,
+// and no sum crosses lanes. The codes of a block are two halves of 8 columns; a half has 4 bytes of each row,
+// the codes of its even columns in the low two bytes and of its odd columns in the high two, in order from
+// the lowest bits.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 #include <vector>
+
+#include "scale_layout.h"
 
 namespace nibble::cpu {
 
-// Columns that are decoded at a time: 32 bytes of codes and 4 scales.
-constexpr int64_t kChunk = 64;
-// Weight rows that one thread multiplies at a time.
-constexpr int64_t kWeightRows = 24;
-// Up to so many rows of activations the weights are decoded in registers; above, in tiles that every row
+constexpr int64_t kLaneRows = 16;  // weight rows of a tile
+constexpr int64_t kBlockColumns = kBlock;
+constexpr int64_t kBlockCodeBytes = kLaneRows * kBlockColumns / 2;
+// Up to so many rows of activations the weights are decoded in registers; above, in panels that every row
 // uses.
 constexpr int64_t kFewRows = 8;
+// Rows of activations that are multiplied at once: what they have for a panel's columns stays in the cache.
+constexpr int64_t kManyRows = 512;
+// Tiles that one panel decodes at most.
+constexpr int64_t kPanelTiles = 4;
 
-// A weight [rows, columns]: codes [rows, columns / 2], even column low, and E4M3 scales [rows, columns / 16].
-struct Nvfp4Weight {
+// A weight in the layout of checkpoints: codes [rows, columns / 2], even column low, E4M3 scales
+// [rows, columns / 16].
+struct StoredWeight {
   const uint8_t* codes;
   const uint8_t* scales;
   int64_t rows;
   int64_t columns;
 };
 
-// One set of instructions. `few` and `many` write the sums of weight rows [begin, end) as [row][activation
-// row].
+// Consecutive tiles of a packed weight.
+struct Tiles {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t blocks;
+
+  Tiles from(int64_t tile) const {
+    return {codes + tile * blocks * kBlockCodeBytes, scales + tile * blocks * kLaneRows, blocks};
+  }
+};
+
+// Packs the rows [row, row + 16) of a weight as one tile; rows that the weight does not have become zero.
+// Returns the rows of which a scale is NaN, a bit each: products do not see them.
+uint32_t pack_tile(const StoredWeight& weight, int64_t row, uint8_t* codes, uint8_t* scales);
+// And back, into the codes and scales of a weight of `rows` rows.
+void unpack_tile(const Tiles& tile, int64_t row, int64_t rows, uint8_t* codes, uint8_t* scales);
+
+// What the activations of one set of instructions are.
+enum class Operand { kBfloat16, kFloat };
+
+// Rows of quantized activations: twice their E2M1 values, in a block in the order of decoded codes (columns 0,
+// 4, 1, 5, 2, 6, 3, 7 and so on), their block scales times 2^6, and -12 times each block's sum, which makes up
+// for weights that are decoded as twice their value + 12.
+struct QuantizedRows {
+  const int8_t* values;  // [row][columns]
+  const float* scales;   // [row][blocks]
+  const int32_t* offsets;
+};
+
+// The loops write sums as [activation row][stride], a tile's 16 rows side by side; x is [count][columns].
+// `few` multiplies one tile with few_rows rows at most; `many` up to kPanelTiles tiles with any number of
+// rows, and needs panel_bytes of memory aligned to 64 bytes.
+struct FloatLoops {
+  Operand operand;
+  float factor;  // a power of two that multiplies x where the operand is a float
+  int64_t few_rows;
+  int64_t panel_bytes;
+  void (*few)(const Tiles& tile, const void* x, int64_t count, float* sums, int64_t stride);
+  void (*many)(const Tiles& tiles, int64_t tile_count, const void* x, int64_t count, void* panel, float* sums,
+               int64_t stride);
+};
+
+struct ByteLoops {
+  int64_t few_rows;
+  int64_t panel_bytes;
+  void (*few)(const Tiles& tile, const QuantizedRows& x, int64_t count, float* sums, int64_t stride);
+  void (*many)(const Tiles& tiles, int64_t tile_count, const QuantizedRows& x, int64_t count, void* panel,
+               float* sums, int64_t stride);
+};
+
+// What a processor multiplies with.
 struct MatmulLevel {
-  int64_t number;        // in __init__.py's LEVELS
-  int64_t panel_rows;    // activation rows side by side in the layout of `many`
-  const uint8_t* order;  // order[i] is the column of the i-th decoded element of a chunk
-  // x is [count][padded columns] in decoded order, count at most 4; sums has `stride` floats a weight row.
-  void (*few)(const Nvfp4Weight& weight, int64_t begin, int64_t end, const float* x, int64_t count,
-              float* sums, int64_t stride);
-  // x is [panels][padded columns][panel_rows]; at most kWeightRows weight rows.
-  void (*many)(const Nvfp4Weight& weight, int64_t begin, int64_t end, const float* x, int64_t panels,
-               float* sums);
+  int64_t number;  // in __init__.py's LEVELS
+  const FloatLoops* floats;
+  const ByteLoops* bytes;
 };
 
 // The best level that this processor has, or the one chosen by use_matmul_level.
@@ -43,31 +100,5 @@ const MatmulLevel& matmul_level();
 const std::vector<const MatmulLevel*>& matmul_levels();
 // Which of them is used from now on.
 void use_matmul_level(int64_t index);
-
-// Rows of activations in the layout that the level wants for their number.
-class Activations {
- public:
-  Activations(int64_t rows, int64_t columns);
-
-  // Rows may be set by different threads.
-  void set_row(int64_t row, const float* x);
-
-  // Floats of `sums` for each weight row: rows, padded.
-  int64_t stride() const { return stride_; }
-
-  // sums[n - begin][row] = Σ_k x[row][k] · weight[n][k], end - begin at most kWeightRows. In float32, each
-  // sum in an order that depends on the level and on whether there are more than kFewRows rows, and on
-  // nothing else.
-  void multiply(const Nvfp4Weight& weight, int64_t begin, int64_t end, float* sums) const;
-
- private:
-  const MatmulLevel& level_;
-  int64_t rows_;
-  int64_t columns_;
-  int64_t padded_columns_;
-  int64_t stride_;
-  bool few_;
-  std::vector<float> values_;
-};
 
 }  // namespace nibble::cpu

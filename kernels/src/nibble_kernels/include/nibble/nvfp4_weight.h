@@ -2,19 +2,233 @@
 // CPU.
 #pragma once
 
+#include <limits>
+#include <optional>
+
 #include "cpu.h"
 #include "nvfp4_matmul.h"
 
 namespace nibble::cpu {
 
-// A few hundred rows of activations are multiplied at once, so that their float32 copy stays small.
-constexpr int64_t kManyRows = 256;
+// One row as nvfp4_quant makes it, as QuantizedRows has it.
+void quantize_row(const float* x, int64_t columns, float global_scale_inv, int8_t* values, float* scales,
+                  int32_t* offsets);
 
-// Replaces x by what its NVFP4 form stands for, divided by the global scale: what nvfp4_quant makes of it,
-// decoded.
-void round_to_nvfp4(float* x, int64_t columns, float global_scale_inv);
+// Memory of a thread, aligned to 64 bytes; what was in it is gone.
+template <class Tag>
+void* scratch(size_t bytes) {
+  thread_local std::vector<char> memory;
+  if (memory.size() < bytes + 64) memory.resize(bytes + 64);
+  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
 
-inline Nvfp4Weight weight_of(const Tensor& codes, const Tensor& scales, int64_t columns) {
+// A weight of `rows` rows in either layout: packed, or as checkpoints store it and packed again each time.
+struct Nvfp4Weight {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t rows;
+  int64_t columns;
+  bool packed;
+
+  int64_t blocks() const { return columns / kBlockColumns; }
+  int64_t tiles() const { return (rows + kLaneRows - 1) / kLaneRows; }
+};
+
+// Some tiles of a weight, packed, until the thread makes others.
+class PackedTiles {
+ public:
+  PackedTiles(const Nvfp4Weight& weight, int64_t first, int64_t count) : count_(count) {
+    if (weight.packed) {
+      tiles_ = Tiles{weight.codes, weight.scales, weight.blocks()}.from(first);
+      return;
+    }
+    struct Codes;
+    struct Scales;
+    auto* codes = static_cast<uint8_t*>(scratch<Codes>(count * weight.blocks() * kBlockCodeBytes));
+    auto* scales = static_cast<uint8_t*>(scratch<Scales>(count * weight.blocks() * kLaneRows));
+    tiles_ = {codes, scales, weight.blocks()};
+    nan_rows_.resize(count);
+    const StoredWeight stored{weight.codes, weight.scales, weight.rows, weight.columns};
+    for (int64_t i = 0; i < count; ++i)
+      nan_rows_[i] = pack_tile(stored, (first + i) * kLaneRows, codes + i * weight.blocks() * kBlockCodeBytes,
+                               scales + i * weight.blocks() * kLaneRows);
+  }
+
+  const Tiles& tiles() const { return tiles_; }
+  int64_t count() const { return count_; }
+
+  // NaN in the sums of weight rows that have a scale of NaN.
+  void mark(float* sums, int64_t rows, int64_t stride) const {
+    for (size_t tile = 0; tile < nan_rows_.size(); ++tile) {
+      for (int64_t lane = 0; nan_rows_[tile] >> lane; ++lane) {
+        if (!(nan_rows_[tile] >> lane & 1)) continue;
+        for (int64_t row = 0; row < rows; ++row)
+          sums[row * stride + tile * kLaneRows + lane] = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+  }
+
+ private:
+  Tiles tiles_;
+  int64_t count_;
+  std::vector<uint32_t> nan_rows_;
+};
+
+// How many BF16 numbers add up to any number of a type, exactly.
+template <class T>
+constexpr int64_t kBfloat16Parts = std::is_same_v<T, float> ? 3 : std::is_same_v<T, torch::headeronly::Half> ? 2 : 1;
+
+// Rows of activations of type T, quantized or as they are, in the form that the level multiplies.
+template <class T>
+class Activations {
+ public:
+  Activations(int64_t rows, int64_t columns, bool quantized)
+      : level_(matmul_level()),
+        rows_(rows),
+        columns_(columns),
+        quantized_(quantized),
+        parts_(!quantized && is_bfloat16() ? kBfloat16Parts<T> : 1) {}
+
+  bool few() const { return rows_ <= kFewRows; }
+  // Rows of the sums that `multiply` needs memory for.
+  int64_t sum_rows() const { return rows_ * parts_; }
+
+  // Uses x itself, if it can: set_row is not needed then.
+  bool borrow(const T* x) {
+    if (quantized_ || !is_bfloat16() || !std::is_same_v<T, torch::headeronly::BFloat16>) return false;
+    values_ = x;
+    return true;
+  }
+
+  void allocate() {
+    if (quantized_) {
+      bytes_.resize(rows_ * columns_);
+      scales_.resize(rows_ * columns_ / kBlockColumns);
+      offsets_.resize(scales_.size());
+    } else if (is_bfloat16()) {
+      halves_.resize(rows_ * parts_ * columns_);
+      values_ = halves_.data();
+    } else {
+      floats_.resize(rows_ * columns_);
+      values_ = floats_.data();
+    }
+  }
+
+  // Rows may be set by different threads. x is of type T, if not by its C++ type.
+  void set_row(int64_t row, const float* x, float global_scale_inv) {
+    const int64_t at = row * columns_, block = at / kBlockColumns;
+    if (quantized_) {
+      quantize_row(x, columns_, global_scale_inv, bytes_.data() + at, scales_.data() + block,
+                   offsets_.data() + block);
+    } else if (is_bfloat16()) {
+      for (int64_t part = 0; part < parts_; ++part)
+        for (int64_t i = 0; i < columns_; ++i) halves_[(row * parts_ + part) * columns_ + i] = part_of(x[i], part);
+    } else {
+      for (int64_t i = 0; i < columns_; ++i) floats_[at + i] = x[i] * level_.floats->factor;
+    }
+  }
+
+  // sums[row * stride + n] = Σ_k x[row][k] · weight[n][k] for the rows of the tiles. In float32, each sum in an
+  // order that depends on the level and on whether there are more than kFewRows rows, and on nothing else;
+  // for quantized activations on nothing at all.
+  void multiply(const PackedTiles& tiles, float* sums, int64_t stride) const {
+    if (few()) {
+      for (int64_t tile = 0; tile < tiles.count(); ++tile)
+        multiply_few(tiles.tiles().from(tile), sums + tile * kLaneRows, stride);
+    } else {
+      multiply_many(tiles.tiles(), tiles.count(), sums, stride);
+    }
+    add_parts(sums, tiles.count() * kLaneRows, stride);
+    tiles.mark(sums, rows_, stride);
+  }
+
+ private:
+  bool is_bfloat16() const { return level_.floats->operand == Operand::kBfloat16; }
+
+  // The upper half of a float32 and of what is left of it.
+  static uint16_t part_of(float x, int64_t part) {
+    uint32_t bits = std::bit_cast<uint32_t>(x);
+    const bool is_finite = (bits & kFloatInfinity) != kFloatInfinity;
+    if (!is_finite) return part ? 0 : static_cast<uint16_t>(bits >> 16 | ((bits & 0x7fffff) != 0));
+    for (; part > 0; --part) {
+      x -= std::bit_cast<float>(bits & 0xffff0000);
+      bits = std::bit_cast<uint32_t>(x);
+    }
+    return static_cast<uint16_t>(bits >> 16);
+  }
+
+  QuantizedRows quantized_rows(int64_t row) const {
+    const int64_t block = row * columns_ / kBlockColumns;
+    return {bytes_.data() + row * columns_, scales_.data() + block, offsets_.data() + block};
+  }
+
+  const void* row_of(int64_t row) const {
+    const int64_t bytes = is_bfloat16() ? 2 : 4;
+    return static_cast<const char*>(values_) + row * columns_ * bytes;
+  }
+
+  void multiply_few(const Tiles& tile, float* sums, int64_t stride) const {
+    const int64_t at_once = quantized_ ? level_.bytes->few_rows : level_.floats->few_rows;
+    for (int64_t row = 0; row < sum_rows(); row += at_once) {
+      const int64_t count = std::min(at_once, sum_rows() - row);
+      if (quantized_) {
+        level_.bytes->few(tile, quantized_rows(row), count, sums + row * stride, stride);
+      } else {
+        level_.floats->few(tile, row_of(row), count, sums + row * stride, stride);
+      }
+    }
+  }
+
+  void multiply_many(const Tiles& tiles, int64_t count, float* sums, int64_t stride) const {
+    struct Panel;
+    if (quantized_) {
+      level_.bytes->many(tiles, count, quantized_rows(0), rows_, scratch<Panel>(level_.bytes->panel_bytes), sums,
+                         stride);
+    } else {
+      level_.floats->many(tiles, count, values_, sum_rows(), scratch<Panel>(level_.floats->panel_bytes), sums,
+                          stride);
+    }
+  }
+
+  void add_parts(float* sums, int64_t columns, int64_t stride) const {
+    for (int64_t row = 0; parts_ > 1 && row < rows_; ++row) {
+      const float* from = sums + row * parts_ * stride;
+      for (int64_t i = 0; i < columns; ++i) {
+        float sum = from[(parts_ - 1) * stride + i];
+        for (int64_t part = parts_ - 2; part >= 0; --part) sum += from[part * stride + i];
+        sums[row * stride + i] = sum;
+      }
+    }
+  }
+
+  const MatmulLevel& level_;
+  int64_t rows_;
+  int64_t columns_;
+  bool quantized_;
+  int64_t parts_;
+  const void* values_ = nullptr;
+  std::vector<uint16_t> halves_;
+  std::vector<float> floats_, scales_;
+  std::vector<int8_t> bytes_;
+  std::vector<int32_t> offsets_;
+};
+
+// Tiles that a thread multiplies before it goes on with their sums.
+constexpr int64_t kFewTiles = 32;
+
+// Calls f(first, count) for tiles of a weight, shared out among torch's threads: up to `most` at a time, and
+// whole panels of them where there are many rows.
+template <class F>
+void for_tiles(int64_t tiles, bool few, const F& f) {
+  const int64_t unit = few ? 1 : kPanelTiles, most = few ? kFewTiles : kPanelTiles;
+  torch::stable::parallel_for(0, (tiles + unit - 1) / unit, 1, [&](int64_t begin, int64_t end) {
+    const int64_t last = std::min(end * unit, tiles);
+    for (int64_t tile = begin * unit; tile < last; tile += most) f(tile, std::min(most, last - tile));
+  });
+}
+
+// The tensors of a weight as checkpoints store it, of any number of dimensions.
+inline Nvfp4Weight stored_weight(const Tensor& codes, const Tensor& scales, int64_t columns) {
   const int64_t rows = columns ? codes.numel() / (columns / 2) : 0;
   require(columns > 0 && columns % kBlock == 0, "NVFP4 has blocks of 16 columns, found rows of ", columns);
   require(codes.scalar_type() == ScalarType::Byte && scales.scalar_type() == ScalarType::Float8_e4m3fn,
@@ -22,16 +236,23 @@ inline Nvfp4Weight weight_of(const Tensor& codes, const Tensor& scales, int64_t 
   require(codes.numel() == rows * (columns / 2) && scales.numel() == rows * (columns / kBlock),
           "the weight's codes and scales do not fit rows of ", columns);
   return {static_cast<const uint8_t*>(codes.const_data_ptr()),
-          static_cast<const uint8_t*>(scales.const_data_ptr()), rows, columns};
+          static_cast<const uint8_t*>(scales.const_data_ptr()), rows, columns, false};
 }
 
-// Calls f(begin, end) for tiles of weight rows, shared out among torch's threads.
-template <class F>
-void for_tiles(int64_t rows, const F& f) {
-  torch::stable::parallel_for(0, (rows + kWeightRows - 1) / kWeightRows, 1, [&](int64_t first, int64_t last) {
-    for (int64_t tile = first; tile < last; ++tile)
-      f(tile * kWeightRows, std::min((tile + 1) * kWeightRows, rows));
-  });
+// The tensors of packed weights of `rows` rows each, codes [..., tiles, blocks, 128] and scales
+// [..., tiles, blocks, 16]: the first of them.
+inline Nvfp4Weight packed_weight(const Tensor& codes, const Tensor& scales, int64_t rows, int64_t columns,
+                                 int64_t count = 1) {
+  const Nvfp4Weight weight{static_cast<const uint8_t*>(codes.const_data_ptr()),
+                           static_cast<const uint8_t*>(scales.const_data_ptr()), rows, columns, true};
+  require(columns > 0 && columns % kBlock == 0, "NVFP4 has blocks of 16 columns, found rows of ", columns);
+  require(codes.scalar_type() == ScalarType::Byte && scales.scalar_type() == ScalarType::Float8_e4m3fn &&
+              codes.is_contiguous() && scales.is_contiguous(),
+          "a packed weight must be contiguous uint8 codes with float8_e4m3fn scales");
+  require(codes.numel() == count * weight.tiles() * weight.blocks() * kBlockCodeBytes &&
+              scales.numel() == count * weight.tiles() * weight.blocks() * kLaneRows,
+          "the packed weight's codes and scales do not fit ", rows, " rows of ", columns);
+  return weight;
 }
 
 }  // namespace nibble::cpu

@@ -1,6 +1,4 @@
-"""nibble::quant_fp4: Quartet II's forward quantizer, round to nearest or four-over-six, global
-scale from the tensor itself.
-"""
+"""nibble::quant_fp4: Quartet II's forward quantizer, with round to nearest or four-over-six."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ def quant_fp4(
     tiled: bool = True,
     exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [..., K/2], block scales and the float32 tensor scale G of x [..., K]: x is about code
-    * scale * G.
+    """Codes [..., K/2], block scales and the scale G, float32 [], of x [..., K], with x about
+    code * scale * G. Raises ValueError.
 
-    amax is the largest magnitude that G is made for, one float32; without it, that of x (a second
-    pass over x, no synchronization). Four-over-six also tries each block with its largest element
-    at 4 and keeps the smaller error. Scales and `exact` as in nvfp4_quant.
+    amax: the largest magnitude for G, one float32; default: that of x, which takes a second pass
+    over x but no synchronization. four_over_six: also try each block with its largest element at 4,
+    and keep the smaller error. tiled and exact: as in nvfp4_quant.
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"NVFP4 has blocks of {BLOCK} columns; got shape {tuple(x.shape)}")

@@ -6,11 +6,11 @@ specification.
         s_M = E4M3((max|x| * (1/M * override)) * (1 / G))
         c_M = E2M1(x * 1 / (s_M * G)), s_M taken as 1 where it is 0
         e_M = sum of (x - c_M * (s_M * G))^2
-    4 is taken where e_4 < e_6, strictly; the tensor's scale is G
+    M is 4 if e_4 < e_6, else 6; the tensor's scale is G
 
-every operation rounded to float32, differences and squares by fused multiply-adds, in the order of
-the authors' kernel (IST-DASLab/Quartet-II 8776a90, kernels/csrc/round_four_six.cu), which has
-rcp.approx in place of exact reciprocals.
+with every operation rounded to float32, and differences and squares computed by fused multiply-adds
+in the order of the authors' kernel (IST-DASLab/Quartet-II 8776a90,
+kernels/csrc/round_four_six.cu). The authors' kernel uses rcp.approx in place of exact reciprocals.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def quant_fp4(
     tiled: bool,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes [..., K/2], scales and G. `exact` changes nothing here: approximate
-    reciprocals exist on GPUs alone.
+    """Packed codes [..., K/2], scales and G. `exact` has no effect here: only GPUs have approximate
+    reciprocals.
     """
     blocks = x.float().reshape(-1, x.shape[-1] // BLOCK, BLOCK)
     if not blocks.numel():  # G is 1
@@ -64,15 +64,15 @@ def quant_fp4(
 def candidate(
     blocks: Tensor, g: Tensor, override: Tensor, largest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale bytes, codes and squared errors with a block's largest element at `largest`."""
+    """Scale bytes, codes and squared errors, with each block's largest element at `largest`."""
     inverse = torch.tensor(1 / largest, dtype=torch.float32) * override
     scale = e4m3_encode((blocks.abs().amax(-1) * inverse) * (1 / g))
     value = e4m3_decode(scale)
     factor = 1 / (torch.where(value == 0, 1, value) * g)
     codes = e2m1_encode(blocks * factor[..., None])
     difference = fma(-e2m1_decode(codes), (value * g)[..., None], blocks)
-    # Two threads have eight elements each, and each thread a sum of its even and one of its odd
-    # elements.
+    # In the kernel two threads have eight elements each, and each thread sums even and odd elements
+    # separately.
     difference = difference.unflatten(-1, (2, 4, 2))
     error = torch.zeros_like(difference[..., 0, :])
     for index in range(4):

@@ -1,0 +1,111 @@
+// The products of quantized activations (nvfp4_matmul.h), for the instructions of the file that includes this
+// one. That file defines, in its unnamed namespace, Lanes as for nvfp4_matmul_floats.h and
+//
+//   Bytes                               four codes of each of 16 rows, doubled + 12
+//   bytes_of(codes, Bytes (&w)[4])      a block
+//   store_bytes(p, w), load_bytes(p)
+//   block_dot(w, x, offset)             a block's dot product, as Lanes: exact
+//   kFewOfBytes, kTilesOfBytes, kRowsOfBytes, kDepthOfBytes (blocks of a panel)
+
+#include "nibble/nvfp4_matmul_loops.h"
+
+// total + dot · x's scale · the weights' scales. The product is exact: 12, 4 and 4 bits.
+inline Lanes add_scaled(Lanes dot, const float* x_scale, Lanes scale, Lanes total) {
+  return fma(dot * broadcast(*x_scale), scale, total);
+}
+
+template <int kCount>
+void few_quantized_rows(const Tiles& tile, const QuantizedRows& x, float* sums, int64_t stride) {
+  const int64_t columns = tile.blocks * kBlockColumns;
+  const uint8_t *codes = tile.codes, *scales = tile.scales;
+  Lanes total[kCount];
+  for (int m = 0; m < kCount; ++m) total[m] = zero();
+  for (int64_t b = 0; b < tile.blocks; ++b) {
+    fetch(codes, scales, b);
+    Bytes w[4];
+    bytes_of(codes, w);
+    const Lanes scale = scales_of(scales);
+    for (int m = 0; m < kCount; ++m) {
+      const int64_t at = m * tile.blocks + b;
+      const Lanes dot = block_dot(w, x.values + m * columns + b * kBlockColumns, x.offsets + at);
+      total[m] = add_scaled(dot, x.scales + at, scale, total[m]);
+    }
+    codes += kBlockCodeBytes, scales += kLaneRows;
+  }
+  for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
+}
+
+void few_quantized(const Tiles& tile, const QuantizedRows& x, int64_t count, float* sums, int64_t stride) {
+  with_count<kFewOfBytes>(count,
+                         [&](auto n) { few_quantized_rows<decltype(n)::value>(tile, x, sums, stride); });
+}
+
+constexpr int kBytesBytes = 4 * 64;  // of a block and tile in the panel, then come its scales as floats
+constexpr int kBlockBytes = kBytesBytes + 64;
+
+template <int kTiles, int kRows>
+void multiply_bytes(const char* panel, int64_t depth, const QuantizedRows& x, int64_t blocks, bool first,
+                    float* sums, int64_t stride) {
+  Lanes total[kRows][kTiles];
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTiles; ++t)
+      total[r][t] = first ? zero() : load(sums + r * stride + t * kLaneRows);
+  for (int64_t b = 0; b < depth; ++b) {
+    for (int t = 0; t < kTiles; ++t) {
+      const char* from = panel + (b * kTilesOfBytes + t) * kBlockBytes;
+      Bytes w[4];
+      for (int i = 0; i < 4; ++i) w[i] = load_bytes(from + i * 64);
+      const Lanes scale = load(reinterpret_cast<const float*>(from + kBytesBytes));
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = r * blocks + b;
+        const Lanes dot = block_dot(w, x.values + at * kBlockColumns, x.offsets + at);
+        total[r][t] = add_scaled(dot, x.scales + at, scale, total[r][t]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTiles; ++t) store(sums + r * stride + t * kLaneRows, total[r][t]);
+}
+
+inline void decode_bytes(const uint8_t* codes, const uint8_t* scales, char* to) {
+  Bytes w[4];
+  bytes_of(codes, w);
+  for (int i = 0; i < 4; ++i) store_bytes(to + i * 64, w[i]);
+  store(reinterpret_cast<float*>(to + kBytesBytes), scales_of(scales));
+}
+
+template <int kTiles>
+void many_quantized_tiles(const Tiles& tiles, const QuantizedRows& x, int64_t count, char* panel, float* sums,
+                          int64_t stride) {
+  for (int64_t begin = 0; begin < tiles.blocks; begin += kDepthOfBytes) {
+    const int64_t depth = tiles.blocks - begin < kDepthOfBytes ? tiles.blocks - begin : kDepthOfBytes;
+    for (int t = 0; t < kTiles; ++t) {
+      const Tiles tile = tiles.from(t);
+      for (int64_t b = 0; b < depth; ++b)
+        decode_bytes(tile.codes + (begin + b) * kBlockCodeBytes, tile.scales + (begin + b) * kLaneRows,
+                     panel + (b * kTilesOfBytes + t) * kBlockBytes);
+    }
+    for (int64_t row = 0; row < count; row += kRowsOfBytes) {
+      const int64_t at = row * tiles.blocks + begin;
+      const QuantizedRows part{x.values + at * kBlockColumns, x.scales + at, x.offsets + at};
+      with_count<kRowsOfBytes>(count - row < kRowsOfBytes ? count - row : kRowsOfBytes, [&](auto n) {
+        multiply_bytes<kTiles, decltype(n)::value>(panel, depth, part, tiles.blocks, begin == 0,
+                                                   sums + row * stride, stride);
+      });
+    }
+  }
+}
+
+void many_quantized(const Tiles& tiles, int64_t tile_count, const QuantizedRows& x, int64_t count, void* panel,
+                    float* sums, int64_t stride) {
+  for (int64_t tile = 0; tile < tile_count; tile += kTilesOfBytes) {
+    with_count<kTilesOfBytes>(
+        tile_count - tile < kTilesOfBytes ? tile_count - tile : kTilesOfBytes, [&](auto n) {
+          many_quantized_tiles<decltype(n)::value>(tiles.from(tile), x, count, static_cast<char*>(panel),
+                                                   sums + tile * kLaneRows, stride);
+        });
+  }
+}
+
+constexpr ByteLoops kByteLoops = {kFewOfBytes, kDepthOfBytes * kTilesOfBytes * kBlockBytes, few_quantized,
+                                  many_quantized};

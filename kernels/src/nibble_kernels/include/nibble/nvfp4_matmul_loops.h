@@ -1,0 +1,22 @@
+// What the loops of every level share; included by nvfp4_matmul_floats.h and nvfp4_matmul_bytes.h, in the
+// unnamed namespace of a file with instructions of its own.
+#pragma once
+
+constexpr int64_t kAhead = 64;  // blocks that are fetched in advance, 8 KB of codes
+
+// A tile is one sequence of bytes, and the next tile follows. Processors fetch ahead by themselves, but not
+// past a page. Into the second cache: more requests of it can be under way than of the first.
+inline void fetch(const uint8_t* codes, const uint8_t* scales, int64_t block) {
+  __builtin_prefetch(codes + kAhead * kBlockCodeBytes, 0, 2);
+  __builtin_prefetch(codes + kAhead * kBlockCodeBytes + 64, 0, 2);
+  if (block % 4 == 0) __builtin_prefetch(scales + kAhead * kLaneRows, 0, 2);
+}
+
+// Calls f<count> for 1 to kMost.
+template <int kMost, class F>
+inline void with_count(int64_t count, const F& f) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return with_count<kMost - 1>(count, f);
+  }
+  f(std::integral_constant<int, kMost>());
+}

@@ -1,0 +1,1 @@
+"""Reads models from GGUF files, for `nibble convert`."""

@@ -1,0 +1,42 @@
+"""What several verbs share: their words, `--json`, and lines on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from nibble.errors import ExitCode
+from nibble.printable import printable
+
+# nibble.settings.command_line reads the words after these verbs: it knows nibble's options and
+# vLLM's flags.
+FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def print_json(data: Any) -> None:
+    """Print plain data on stdout."""
+    print(json.dumps(data, indent=2, default=str))
+
+
+def say(text: str) -> None:
+    """Print a message of nibble on stderr."""
+    print(f"[nibble] {printable(text)}", file=sys.stderr, flush=True)
+
+
+def wanted(words: Sequence[str] | None, verb: str) -> list[str]:
+    """The words of a verb. For --help it prints nibble's help and exits: typer's help does not know
+    vLLM's flags.
+    """
+    given = list(words or ())
+    if "--help" in given or "-h" in given:
+        from nibble.cli.help import show_verb_help
+
+        show_verb_help(verb)
+        raise typer.Exit(ExitCode.OK)
+    return given

@@ -1,0 +1,1 @@
+"""nibble's tests; `tests.support` holds what several of them use."""

@@ -1,0 +1,1 @@
+"""What nibble refuses, as data: the rows of docs/bad-input.md, which their tests run."""

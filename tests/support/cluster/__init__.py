@@ -1,0 +1,1 @@
+"""Nodes of a cluster, as containers and as processes, and the manifests for Kubernetes."""

@@ -1,0 +1,1 @@
+"""The CPU image and its containers."""

@@ -1,0 +1,1 @@
+"""The compiled operators, and cases that compare them with their specification."""

@@ -1,0 +1,1 @@
+"""Model folders that tests write: shapes, weights, tokenizers, and damage to them."""

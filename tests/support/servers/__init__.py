@@ -1,0 +1,1 @@
+"""Servers that tests start on this machine, the requests for them, and the limits around them."""

@@ -1,0 +1,34 @@
+"""A local Hugging Face Hub with the environment of its client, and the machine that a plan is for.
+
+A file with other needs overrides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nibble.machine.hardware import Hardware
+from nibble.plan import gather
+from tests.support.servers.hub import Hub
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """Without a repository."""
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture
+def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    """The Hub's address, and empty folders for its cache and as home."""
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], None]:
+    """Plan on the machine that it is given."""
+    return lambda hardware: monkeypatch.setattr(gather, "detect", lambda environ: hardware)
