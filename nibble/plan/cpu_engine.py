@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from nibble.machine.targets import Target
 from nibble.plan.choice import OURS, Choice, Choices
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.topology import BACKEND, Topology
+from nibble.plan.startup import has_several_processes
+from nibble.plan.topology import Topology
 
 ONE_PROCESS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING"  # "0": vLLM's CPU platform leaves the executor as it is
@@ -25,20 +26,20 @@ _USERS_DIVISION = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 
 
 def is_one_process(
-    target: Target, args: Mapping[str, object], environ: Mapping[str, str], topology: Topology
+    target: Target, args: Mapping[str, Choice], environ: Mapping[str, str], topology: Topology
 ) -> bool:
     """Whether engine and worker share a process. `environ`: the user's."""
     return (
         target.device == "cpu"
         and topology.mode == "machine"
         and topology.ranks == 1
-        and BACKEND not in args
+        and not has_several_processes(args)
         and environ.get(ONE_PROCESS, "0") == "0"
         and not any(environ.get(name) for name in _USERS_DIVISION)
     )
 
 
-def cpu_environment(inputs: PlanInputs, args: Mapping[str, object], topology: Topology) -> Choices:
+def cpu_environment(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topology) -> Choices:
     """Variables for one process with all cores; none where vLLM's worker process stays."""
     if not is_one_process(inputs.target, args, inputs.environ, topology):
         return {}
