@@ -5,11 +5,20 @@ plan makes of them.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nibble.machine.cpus import ComputeCores, compute_cores
-from nibble.plan.cpu_engine import ONE_PROCESS, START_METHOD, THREADS
+from nibble.plan.choice import Choice
+from nibble.plan.cpu_engine import (
+    BATCHED_TOKENS,
+    ONE_PROCESS,
+    START_METHOD,
+    THREADS,
+    prompt_chunk,
+)
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.plan import Plan
 from tests.support.models.tiny_model import write_model
@@ -158,3 +167,53 @@ def test_where_several_processes_are_wanted_vllms_own_way_stays(
 def test_a_users_number_of_threads_wins(model: str) -> None:
     chosen = plan(model, OMP_NUM_THREADS="1")
     assert chosen.vllm_environ({"OMP_NUM_THREADS": "1"})[THREADS] == "1"
+
+
+def chunk(
+    step_bytes: int, threads: int = 2, device: str = "cpu", flags: Any = None, **config: Any
+) -> int | None:
+    """The tokens of a step for a model whose decode step reads `step_bytes`."""
+    checkpoint = SimpleNamespace(
+        weights=SimpleNamespace(decode_bytes_per_step=step_bytes),
+        architecture=config.pop("architecture", "LlamaForCausalLM"),
+        has_vision=config.pop("has_vision", False),
+        text_config=config,
+    )
+    inputs: Any = SimpleNamespace(
+        target=SimpleNamespace(device=device),
+        checkpoint=checkpoint,
+        hardware=SimpleNamespace(compute=ComputeCores((0, 1), threads, "cores")),
+    )
+    given = {name: Choice(value, "command line") for name, value in (flags or {}).items()}
+    found = prompt_chunk(inputs, given).get(BATCHED_TOKENS)
+    return None if found is None else found.value
+
+
+def test_a_chunk_of_a_prompt_takes_about_a_second() -> None:
+    one_gb = 10**9
+    assert chunk(one_gb // 8) == 896  # 2 cores x 60e9 / bytes, a multiple of 128
+    assert chunk(one_gb, threads=16) == 896
+    assert chunk(one_gb) == chunk(100 * one_gb) == 256
+    assert chunk(one_gb // 100) is None  # vLLM's own 2048 take less than a second
+    assert chunk(one_gb, flags={"--max-num-seqs": 300}) == 300
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"device": "cuda"},
+        {"has_vision": True},
+        {"architecture": "BertModel"},
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"flags": {"--enable-chunked-prefill": False}},
+        {"flags": {"--spec-method": "mtp"}},
+    ],
+)
+def test_where_only_vllm_knows_the_minimum_its_number_stays(more: dict[str, Any]) -> None:
+    assert chunk(10**9) == chunk(10**9, layer_types=["full_attention"]) == 256
+    assert chunk(10**9, **more) is None
+
+
+def test_a_users_batched_tokens_win(model: str) -> None:
+    assert BATCHED_TOKENS not in plan(model).args  # a model of kilobytes
+    assert plan(model, BATCHED_TOKENS, "77").args[BATCHED_TOKENS].value == "77"

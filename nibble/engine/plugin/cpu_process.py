@@ -40,8 +40,12 @@ def compute_in_the_engine() -> None:
         if vllm_config.parallel_config.distributed_executor_backend == "uni":
             os.sched_setaffinity(0, compute_cores().cpus)
             if threads := os.environ.get("OMP_NUM_THREADS"):
-                torch.set_num_threads(int(threads))  # the API server may have lowered it
+                torch.set_num_threads(int(threads))  # the server computes with one
         start(self, vllm_config, *arguments, **options)
 
+    if os.environ.get(START_METHOD) == "fork":
+        # GNU OpenMP's threads do not survive a fork: if the server computed with several, the
+        # engine's first parallel region would wait for ever.
+        torch.set_num_threads(1)
     replace(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
     replace(CPUWorker, "__init__", __init__)
