@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nibble.machine.cpus import ComputeCores, compute_cores
 from nibble.machine.memory import HOST, memory_now
 from nibble.machine.targets import Target
 
@@ -33,7 +34,8 @@ class Gpu:
 class Hardware:
     """The machine of a plan; `assumed` if described (`--target`, NUM_GPUS) instead of detected.
 
-    `gpus` are those that CUDA_VISIBLE_DEVICES selects; `hidden_gpus` counts the others.
+    `gpus` are those that CUDA_VISIBLE_DEVICES selects; `hidden_gpus` counts the others. `cpu_cores`
+    counts logical CPUs; `compute` names the cores for a model on the CPU.
     """
 
     gpus: tuple[Gpu, ...]
@@ -48,6 +50,7 @@ class Hardware:
     nvml_error: str | None = None
     memory_limited_by: str = HOST
     hidden_gpus: int = 0
+    compute: ComputeCores | None = None
 
     def arithmetic(self, device: str) -> str:
         """The hardware that decides a model's rounding: GPU name or widest CPU instructions."""
@@ -78,6 +81,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
         nvml_error=error,
         memory_limited_by=memory.limited_by,
         hidden_gpus=len(found) - len(gpus),
+        compute=compute_cores(),
     )
 
 

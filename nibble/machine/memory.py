@@ -11,9 +11,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from nibble.machine.cgroups import cgroups
+
 HOST = "MemAvailable"
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 _READ_BYTES = 1 << 16
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class MemorySource:
         self._meminfo = _File(root / "proc/meminfo")
         self._pressure = _File(root / "proc/pressure/memory")
         self._vmstat = _File(root / "proc/vmstat")
-        self._cgroups = [_Cgroup(folder) for folder in memory_cgroups(root)]
+        self._cgroups = [_Cgroup(folder) for folder in cgroups("memory", _LIMITS, root)]
 
     def read(self) -> Memory:
         """The memory now. OSError if /proc/meminfo cannot be read."""
@@ -78,61 +81,6 @@ def memory_now() -> Memory:
         return source.read()
     finally:
         source.close()
-
-
-def memory_cgroups(root: Path = Path("/")) -> list[Path]:
-    """Folders of this process's memory cgroup and its visible ancestors, innermost first.
-
-    A container sees its cgroup mounted at the top, with or without a cgroup namespace.
-    """
-    for mount_root, mount_point, is_v2 in _memory_mounts(root):
-        own = _own_path(root, is_v2)
-        if own is None:
-            continue
-        top, base = root / mount_point.lstrip("/"), mount_root.rstrip("/")
-        folder = top / own[len(base) :].strip("/") if own.startswith(f"{base}/") else top
-        if ".." in folder.parts or not folder.is_dir():  # outside this cgroup namespace
-            folder = top
-        found = [folder, *(up for up in folder.parents if up.is_relative_to(top))]
-        if any(
-            (one / name).exists()
-            for one in found
-            for name in ("memory.max", "memory.limit_in_bytes")
-        ):
-            return found
-    return []
-
-
-def _memory_mounts(root: Path) -> list[tuple[str, str, bool]]:
-    """(root within the hierarchy, mount point, is v2) of every mount that may control memory, v1
-    first.
-    """
-    found: list[tuple[str, str, bool]] = []
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        if kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            found.insert(0, (fields[3], fields[4], False))
-        elif kind[0] == "cgroup2":
-            found.append((fields[3], fields[4], True))
-    return found
-
-
-def _own_path(root: Path, is_v2: bool) -> str | None:
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if (number == "0" and not controllers) if is_v2 else "memory" in controllers.split(","):
-            return path
-    return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 class _Cgroup:

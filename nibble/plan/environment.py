@@ -8,6 +8,7 @@ from pathlib import Path
 from nibble.hub.access import is_model_id
 from nibble.plan.choice import OURS, Choice, Choices, Flags, Layer, at
 from nibble.plan.compile_cache import CachePlan, cache_environment, is_preset_folder
+from nibble.plan.cpu_engine import cpu_environment
 from nibble.plan.guard_limits import limits_environment
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.moe_tuning import VARIABLE as TUNED_CONFIG_FOLDER
@@ -39,6 +40,7 @@ def decide_environment(
         (Layer.NIBBLE, cache_environment(caches, inputs.target)),
         (Layer.NIBBLE, queue_environment(inputs, args, situation.topology)),
         (Layer.NIBBLE, fast_start_environment(inputs.target, args)),
+        (Layer.NIBBLE, cpu_environment(inputs, args, situation.topology)),
         (Layer.NIBBLE, limits_environment(inputs.loaded, inputs.checkpoint)),
         (Layer.TARGET, _of_target(inputs)),
         (Layer.RECIPE, _of_recipe(inputs)),

@@ -13,6 +13,7 @@ from nibble.plan.applications import compact_json_flags, tool_flags
 from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
+from nibble.plan.cpu_engine import prompt_chunk
 from nibble.plan.environment import decide_environment, on_hub
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.layers import read_layers
@@ -140,6 +141,10 @@ def _load_check(situation: Situation) -> Decision:
     return Decision(flags, notices=notices)
 
 
+def _prompt_chunk(situation: Situation) -> Decision:
+    return Decision(prompt_chunk(situation.served, situation.flags))
+
+
 def _memory(situation: Situation) -> Decision:
     # First refuse a KV cache that this model cannot have: the arithmetic does not know its size.
     check_model(situation.inputs.checkpoint, situation.inputs.target, situation.values)
@@ -187,6 +192,7 @@ DECIDERS: tuple[Decider, ...] = (
     _linear_kernel,
     _quantized_layers,
     _load_check,
+    _prompt_chunk,
     _memory,
     _startup,
     _applications,

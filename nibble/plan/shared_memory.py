@@ -17,6 +17,7 @@ from nibble.engine.contract import CHUNK_MIB as VARIABLE
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.choice import Choice, Choices
+from nibble.plan.cpu_engine import is_one_process
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.topology import BACKEND, Topology
 
@@ -47,7 +48,7 @@ def queue_environment(
     free_bytes = inputs.shm_free_bytes
     if free_bytes is None or free_bytes >= BOTH_QUEUES_BYTES:
         return {}
-    if topology.ranks > 1 or not has_queues(inputs.target, args, topology):
+    if topology.ranks > 1 or not has_queues(inputs.target, args, inputs.environ, topology):
         return {}
     reason = (
         f"/dev/shm has {free_bytes // MIB} MiB free, but the queues between the engine and its"
@@ -57,14 +58,16 @@ def queue_environment(
     return {VARIABLE: Choice(SMALL_CHUNK_MIB, "nibble's default", reason)}
 
 
-def has_queues(target: Target, args: Mapping[str, Any], topology: Topology) -> bool:
-    """Whether workers are separate processes from the engine. On the CPU they always are (vllm 0.32
-    platforms/cpu.py:334).
-    """
-    if topology.is_headless:  # it reads rank 0's queue over the network
+def has_queues(
+    target: Target, args: Mapping[str, Any], environ: Mapping[str, str], topology: Topology
+) -> bool:
+    """Whether a worker is a process apart from the engine."""
+    if topology.is_headless:  # it reads the queue of rank 0 over the network
         return False
     backend = args[BACKEND].value if BACKEND in args else None
-    return target.device == "cpu" or topology.ranks > 1 or backend in ("mp", "ray")
+    if target.device == "cpu":
+        return not is_one_process(target, args, environ, topology)
+    return topology.ranks > 1 or backend in ("mp", "ray")
 
 
 def needed_bytes(topology: Topology, child: Mapping[str, str], plugin_sizes_answers: bool) -> int:

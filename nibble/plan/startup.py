@@ -55,12 +55,18 @@ def _forked_engine(args: Mapping[str, Choice]) -> Choices:
     At that time the server has no other Python thread (observed on the CPU) and has not used the
     GPU. If it has, and on WSL, vLLM spawns anyway (vllm 0.32 utils/system_utils.py:122).
     """
-    if any(name in args and args[name].value not in (1, None) for name in _SEVERAL) or _is_true(
-        args, "--numa-bind"
-    ):
+    if has_several_processes(args):
         return {}
     reason = "the engine forks from the server, which has imported all modules"
     return {"VLLM_WORKER_MULTIPROC_METHOD": Choice("fork", SOURCE, reason)}
+
+
+def has_several_processes(args: Mapping[str, Choice]) -> bool:
+    """Whether vLLM starts more than one API server, engine or worker, or binds one to NUMA nodes by
+    spawning it.
+    """
+    several = any(name in args and args[name].value not in (1, None) for name in _SEVERAL)
+    return several or _is_true(args, "--numa-bind")
 
 
 def _capture_sizes(args: Mapping[str, Choice]) -> Choices:

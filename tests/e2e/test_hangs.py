@@ -27,6 +27,7 @@ FLAGS = ("--enforce-eager", "--max-model-len", "2048")
 HANG_S = 5
 END_S = 15.0  # stacks, the clients' errors and vLLM's own end, on a shared machine
 LONG = 1900
+WORKER_APART = "--distributed-executor-backend mp"  # alone it shares the engine's process
 
 Start = Callable[..., Server]
 
@@ -119,14 +120,16 @@ def test_a_step_that_never_ends_is_found_and_a_long_one_is_not(
     assert any('"ready": false' in one and "has not finished a step" in one for one in reasons), (
         reasons
     )
-    assert re.search(r"VLLM::Worker \(pid \d+\): +File .*hanging_worker.py", server.err.read_text())
+    assert re.search(
+        r"VLLM::EngineCore \(pid \d+\): +File .*hanging_worker.py", server.err.read_text()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", ["VLLM::EngineCore", "VLLM::Worker"])
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_stopped_process_of_the_engine_is_found(title: str, is_busy: bool, start: Start) -> None:
-    server = start().wait_until_ready()
+    server = start(VLLM_EXTRA_ARGS=WORKER_APART).wait_until_ready()
     stream = streaming(server) if is_busy else None
     os.kill(pid_of(server, title), signal.SIGSTOP)
     assert_ended_as_hung(

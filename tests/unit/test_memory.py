@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nibble.machine.memory import Memory, MemorySource, memory_cgroups
+from nibble.machine.cgroups import cgroups
+from nibble.machine.memory import Memory, MemorySource
 from tests.support.memory_files import machine
 
 MIB = 1 << 20
@@ -102,7 +103,8 @@ def test_a_cgroup_outside_the_namespace_is_taken_at_the_mount_point(tmp_path: Pa
     machine(tmp_path)
     mount(tmp_path, "cgroup2", "/", "/sys/fs/cgroup", "rw", "0::/../../elsewhere\n")
     v2(tmp_path / "sys/fs/cgroup", str(1000 * MIB), 100)
-    assert memory_cgroups(tmp_path) == [tmp_path / "sys/fs/cgroup"]
+    files = ("memory.max", "memory.limit_in_bytes")
+    assert cgroups("memory", files, tmp_path) == [tmp_path / "sys/fs/cgroup"]
 
 
 def test_every_look_reads_anew_and_a_cgroup_that_went_away_is_no_error(tmp_path: Path) -> None:

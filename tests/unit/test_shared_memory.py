@@ -28,6 +28,8 @@ DOCKERS = 64 * MIB
 ONE = Topology("machine", 1, 1, 1, 0, None, "")
 TWO = Topology("machine", 2, 2, 1, 0, None, "")
 RAY = Topology("ray", 2, 1, None, 0, "10.0.0.1", "")
+# Alone it shares a process with the engine, so that no queue is between them.
+WORKER_APART = ("--target", "cpu", "--distributed-executor-backend", "mp")
 FIRST_OF_TWO = Topology("mp", 2, 1, 2, 0, "10.0.0.1", "")
 
 
@@ -56,7 +58,7 @@ def test_one_cpu_worker_gets_small_queues_where_vllms_own_would_not_fit(
     model: str, free: Any, mib: int
 ) -> None:
     free(mib * MIB)
-    chunk = plan(model, "--target", "cpu").env[VARIABLE]
+    chunk = plan(model, *WORKER_APART).env[VARIABLE]
     assert (chunk.value, chunk.source) == (1, "nibble's default")
     assert f"/dev/shm has {mib} MiB free" in chunk.reason
 
@@ -64,8 +66,9 @@ def test_one_cpu_worker_gets_small_queues_where_vllms_own_would_not_fit(
 @pytest.mark.parametrize(
     ("mib", "words"),
     [
-        (400, ["--target", "cpu"]),
-        (None, ["--target", "cpu"]),
+        (400, [*WORKER_APART]),
+        (None, [*WORKER_APART]),
+        (24, ["--target", "cpu"]),  # engine and worker are one process
         (64, ["--target", "cpu", "--tensor-parallel-size", "2"]),  # too little anyway, see below
         (64, ["--target", "cpu", "--data-parallel-size", "2"]),
         (
@@ -83,7 +86,7 @@ def test_queues_stay_vllms_own_elsewhere(
 
 def test_a_users_own_size_wins(model: str, free: Any) -> None:
     free(DOCKERS)
-    found = plan(model, "--target", "cpu", **{VARIABLE: "3"})
+    found = plan(model, *WORKER_APART, **{VARIABLE: "3"})
     assert found.vllm_environ({VARIABLE: "3"})[VARIABLE] == "3"
     assert found.env[VARIABLE].source == f"environment {VARIABLE}"
 
@@ -126,6 +129,10 @@ def test_a_start_and_the_doctor_say_the_same(model: str, free: Any, tmp_path: Pa
         "NIBBLE_CONTROL_PORT": str(free_port()),
     }
     free(DOCKERS)
+    alone = run_checks(plan(model, **environ), environ)
+    assert not [line for line in alone if "/dev/shm" in line]
+    assert not any(VARIABLE in check.what for check in model_checks(model, environ))
+    environ["VLLM_EXTRA_ARGS"] = "--distributed-executor-backend mp"
     started = run_checks(plan(model, **environ), environ)
     assert not [line for line in started if "/dev/shm" in line]
     assert any(f"{VARIABLE}=1" in check.what for check in model_checks(model, environ))

@@ -67,7 +67,7 @@ def run_checks(plan: Plan, environ: Mapping[str, str]) -> list[str]:
         plan.checkpoint is not None and plan.checkpoint.is_local
     ):  # one from the Hub was verified by the pull
         check_model_folder(Path(plan.model))
-    if has_queues(plan.target, plan.args, plan.topology):
+    if has_queues(plan.target, plan.args, child, plan.topology):
         needed = needed_bytes(plan.topology, child, missing_plugin(child) is None)
         warnings += check_shared_memory(shm_free_bytes(), needed, plan.topology.ranks_here)
     if problem := open_files_problem(open_files_limit()):

@@ -82,7 +82,9 @@ def clean_environ(folder: Path, **more: str) -> dict[str, str]:
         # Seconds a start, and many models of the tests are random; tests of it switch it on
         "NIBBLE_CANARY": "off",
     }
-    return {**kept, "PATH": path, **own, **more}
+    # Servers of several test processes would have a thread for each core, and wait for each other.
+    threads = {"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {}
+    return {**kept, "PATH": path, **own, **threads, **more}
 
 
 class Server:

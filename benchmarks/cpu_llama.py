@@ -1,0 +1,375 @@
+"""`nibble serve` beside llama.cpp on the CPU: decode with one and four streams, prompts of 256.
+
+    python -m venv VENV
+    CMAKE_ARGS=-DGGML_NATIVE=ON VENV/bin/pip install --no-binary llama-cpp-python \
+        llama-cpp-python==0.3.36
+    python benchmarks/cpu_llama.py --llama-python VENV/bin/python [--out FILE] [--folder FOLDER]
+        [--rounds 3] [--models 1.7b 135m] [--most-load 0.7]
+
+Writes one generated Qwen3 for each shape in four forms: GGUF with Q4_0 and with NVFP4 layers, and
+checkpoints with W4A16 and W4A4. Embedding and head are BF16 in all of them. Speed depends on the
+shapes, not on the values, so all layers of a GGUF have equal ones.
+
+All four servers are loaded at the same time and idle except for the one that is measured. They are
+measured in turns, `--rounds` times; the fastest counts, because other programs only add time. A
+round waits until the load of the machine is below `--most-load`, for at most ten minutes. llama.cpp
+runs in its own process with a thread for each core that nibble uses, through its batched decoding
+for four streams. Both sides start with 16 tokens and decode 48. Rows have tokens per second of all
+streams together; `ratio` is W4A16 to Q4_0. `read_gb_s` is what the cores read in the same run, and
+`read_share` the share of it that one stream's weights make up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+SHAPES = {  # hidden, intermediate, layers, heads, heads of keys, head_dim, vocabulary
+    "1.7b": (2048, 6144, 28, 16, 8, 128, 32768),
+    "135m": (576, 1536, 30, 9, 3, 64, 49152),
+}
+WHAT = ("decode 1", "decode 4", "prompt 256")
+FORMS = ("llama_q4_0", "llama_nvfp4", "nibble_w4a16", "nibble_w4a4")
+START, DECODED, CONTEXT = 16, 48, 512
+START_LIMIT_S, LOAD_LIMIT_S = 300, 600
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=REPO / "benchmarks/results/cpu_llama.json")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cpu_llama")
+    parser.add_argument("--llama-python", type=Path, help="Python that has llama-cpp-python")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--most-load", type=float, default=0.7)
+    parser.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.gguf:
+        answer_as_llama(args.gguf, args.threads)
+        return
+    if args.llama_python is None:
+        parser.error("--llama-python is missing")
+    sys.path.insert(0, str(REPO))
+    from machine import machine
+
+    found: dict[str, Any] = {"machine": machine(), "rounds": args.rounds, "rows": []}
+    for name in args.models:
+        found["rows"] += compare(name, args)
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one shape."""
+    from nibble.machine.cpus import compute_cores
+    from nibble.machine.read_bandwidth import read_bandwidth
+
+    cores = compute_cores().threads
+    files = write_models(name, args.folder / name)
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Callable[[str], float]] = {
+            form: stack.enter_context(
+                llama(args.llama_python, files[form], cores)
+                if form.startswith("llama")
+                else nibble(files[form], args.folder)
+            )
+            for form in FORMS
+        }
+        best = {what: dict.fromkeys(FORMS, 0.0) for what in WHAT}
+        read_bytes_s = 0.0
+        for number in range(args.rounds):
+            load = wait_for_idle(args.most_load)
+            read_bytes_s = max(read_bytes_s, read_bandwidth(cores))
+            for what in WHAT:
+                for form, ask in servers.items():
+                    best[what][form] = max(best[what][form], ask(what))
+            print(f"{name}, round {number + 1}, load {load:.2f}: {best}", flush=True)
+    rows = []
+    for what, rates in best.items():
+        row = {"model": name, "cores": cores, "what": what}
+        row |= {form: round(rate, 1) for form, rate in rates.items()}
+        row["ratio"] = round(rates["nibble_w4a16"] / rates["llama_q4_0"], 2)
+        if what == "decode 1":
+            row["read_gb_s"] = round(read_bytes_s / 1e9, 1)
+            row["read_share"] = {
+                form: round(rate * step_bytes(name) / read_bytes_s, 2)
+                for form, rate in rates.items()
+            }
+        rows.append(row)
+    return rows
+
+
+def step_bytes(name: str) -> int:
+    """Bytes of weights that a decode step reads, about the same in each form."""
+    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[name]
+    layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
+    return layers * layer * 9 // 16 + 2 * hidden * vocabulary
+
+
+def wait_for_idle(most: float) -> float:
+    """The load of the machine, once it is below `most`, or after LOAD_LIMIT_S."""
+    until = time.monotonic() + LOAD_LIMIT_S
+    while (load := os.getloadavg()[0]) >= most and time.monotonic() < until:
+        time.sleep(5)
+    return load
+
+
+# --- the models ---
+
+
+def write_models(name: str, folder: Path) -> dict[str, Path]:
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+
+    files: dict[str, Path] = {}
+    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[name]
+    shape = Shape(
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=vocabulary,
+    )
+    for form in FORMS:
+        files[form] = folder / (f"{form}.gguf" if form.startswith("llama") else form)
+        if files[form].exists():
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        if form.startswith("llama"):
+            write_gguf(files[form], name, form.removeprefix("llama_").upper())
+        else:
+            write_checkpoint(files[form], shape, "modelopt", w4a4=form.endswith("w4a4"))
+            copy_tokenizer(files[form])
+    return files
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """The demo's: requests have token ids, so its vocabulary may be smaller."""
+    for file in (REPO / "models/nibble-demo").iterdir():
+        if "token" in file.name or "template" in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+
+
+def write_gguf(path: Path, name: str, kind: str) -> None:
+    """The shape as GGUF; `kind` is the type of the layers."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[name]
+    writer = GGUFWriter(path, "qwen3")
+    writer.add_context_length(2048)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(intermediate)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("none")
+    random = np.random.default_rng(1)
+    type_of = GGMLQuantizationType[kind]
+    shapes = {
+        "attn_q": (heads * head_dim, hidden),
+        "attn_k": (kv_heads * head_dim, hidden),
+        "attn_v": (kv_heads * head_dim, hidden),
+        "attn_output": (hidden, heads * head_dim),
+        "ffn_gate": (intermediate, hidden),
+        "ffn_up": (intermediate, hidden),
+        "ffn_down": (hidden, intermediate),
+    }
+    blocks = {tensor: quantized(random, shape, kind) for tensor, shape in shapes.items()}
+    sizes = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": head_dim}
+    norms = {key: np.ones(size, np.float32) for key, size in sizes.items()}
+    norms["attn_k_norm"] = norms["attn_q_norm"]
+    for layer in range(layers):
+        for tensor, values in blocks.items():
+            writer.add_tensor(f"blk.{layer}.{tensor}.weight", values, raw_dtype=type_of)
+        for tensor, values in norms.items():
+            writer.add_tensor(f"blk.{layer}.{tensor}.weight", values)
+    table = (random.standard_normal((vocabulary, hidden), np.float32) * 0.05).view(np.uint32)
+    table = (table >> 16).astype(np.uint16).view(np.uint8)
+    for tensor in ("token_embd", "output"):
+        writer.add_tensor(f"{tensor}.weight", table, raw_dtype=GGMLQuantizationType.BF16)
+    writer.add_tensor("output_norm.weight", norms["attn_norm"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantized(random: Any, shape: tuple[int, int], kind: str) -> Any:
+    """Bytes of a matrix in blocks: Q4_0 has a float16 scale for 32 values, NVFP4 four E4M3 scales
+    for 64 (ggml-common.h).
+    """
+    import numpy as np
+
+    rows, columns = shape
+    if kind == "Q4_0":
+        scale = np.full((rows, columns // 32, 1), 0.005, np.float16).view(np.uint8)
+        codes = random.integers(0, 256, (rows, columns // 32, 16), np.uint8)
+    else:
+        scale = random.integers(8, 16, (rows, columns // 64, 4), np.uint8)
+        codes = random.integers(0, 256, (rows, columns // 64, 32), np.uint8)
+    return np.concatenate([scale, codes], axis=2).reshape(rows, -1)
+
+
+# --- llama.cpp: a process that answers a line with tokens per second ---
+
+
+@contextlib.contextmanager
+def llama(python: Path, file: Path, threads: int) -> Iterator[Callable[[str], float]]:
+    words = [str(python), __file__, "--gguf", str(file), "--threads", str(threads)]
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdin and process.stdout
+    requests, answers = process.stdin, process.stdout
+    if answers.readline() != "ready\n":
+        raise SystemExit(f"llama.cpp does not load {file}")
+
+    def ask(what: str) -> float:
+        requests.write(f"{what}\n")
+        requests.flush()
+        return float(answers.readline())
+
+    try:
+        yield ask
+    finally:
+        requests.close()
+        process.wait(30)
+
+
+def answer_as_llama(file: Path, threads: int) -> None:
+    """The other end, in the Python that has llama-cpp-python."""
+    import llama_cpp as api
+
+    api.llama_backend_init()
+    model = api.llama_model_load_from_file(str(file).encode(), api.llama_model_default_params())
+    options = api.llama_context_default_params()
+    options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = 4 * CONTEXT, 512, 512, 4
+    options.n_threads = options.n_threads_batch = threads
+    context = api.llama_init_from_model(model, options)
+    batch = api.llama_batch_init(CONTEXT, 0, 1)
+
+    def step(streams: int, first: int, count: int) -> None:
+        """`count` tokens of each stream from position `first` on; the last one has logits."""
+        batch.n_tokens = streams * count
+        for at in range(batch.n_tokens):
+            stream, offset = divmod(at, count)
+            batch.token[at] = 3 + (stream * 31 + (first + offset) * 7) % 900
+            batch.pos[at], batch.n_seq_id[at] = first + offset, 1
+            batch.seq_id[at][0], batch.logits[at] = stream, offset == count - 1
+        if api.llama_decode(context, batch):
+            raise SystemExit("llama_decode failed")
+        api.llama_get_logits(context)
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        what, count = line.split()
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+        if what == "prompt":
+            began = time.perf_counter()
+            step(1, 0, int(count))
+            rate = int(count) / (time.perf_counter() - began)
+        else:
+            step(int(count), 0, START)
+            began = time.perf_counter()
+            for number in range(DECODED):
+                step(int(count), START + number, 1)
+            rate = int(count) * DECODED / (time.perf_counter() - began)
+        print(rate, flush=True)
+
+
+# --- nibble: a server, and requests ---
+
+
+@contextlib.contextmanager
+def nibble(model: Path, folder: Path) -> Iterator[Callable[[str], float]]:
+    ports = [free_port(), free_port()]
+    own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}
+    own |= {"NIBBLE_CACHE_DIR": str(folder / "cache"), "NIBBLE_REFERENCE": "off"}
+    with (folder / f"{model.name}.log").open("wb") as log:
+        words = ["nibble", "serve", str(model)]
+        process = subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=log)
+    began = time.monotonic()
+    while not is_ready(ports[1]):
+        if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
+            raise SystemExit(f"nibble serve {model} is not ready: see {log.name}")
+        time.sleep(0.2)
+    print(f"{model}: ready after {time.monotonic() - began:.1f} s", flush=True)
+    asked = iter(range(1 << 30))
+
+    def generate(tokens: int, prompt: list[int]) -> None:
+        body = {"model": "default", "prompt": prompt, "max_tokens": tokens}
+        body |= {"temperature": 0, "ignore_eos": True}
+        data, kind = json.dumps(body).encode(), {"content-type": "application/json"}
+        url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, data, kind), timeout=600) as reply:
+            reply.read()
+
+    def seconds(streams: int, tokens: int, length: int) -> float:
+        shift = next(asked)  # no prompt twice: the prefix cache has them
+        prompts = [
+            [3 + (one * 31 + at * 7 + shift * 101) % 200 for at in range(length)]
+            for one in range(streams)
+        ]
+        threads = [threading.Thread(target=generate, args=(tokens, one)) for one in prompts]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began
+
+    def ask(what: str) -> float:
+        kind, count = what.split()
+        if kind == "prompt":
+            return int(count) / seconds(1, 1, int(count))
+        first = seconds(int(count), 1, START)
+        return int(count) * DECODED / (seconds(int(count), DECODED + 1, START) - first)
+
+    try:
+        for what in WHAT:
+            ask(what)
+        yield ask
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def is_ready(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        url = f"http://127.0.0.1:{port}/ready"
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return reply.status == 200
+    return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The engine on a CPU: one process, a thread for each core, and prompts in short chunks. Pure.
+
+vLLM 0.32 starts a worker process on the CPU (platforms/cpu.py:332), since OpenMP reads its settings
+when a process starts, and keeps one core for the engine process, which polls for the worker's
+answers (utils/ompmultiprocessing.py:43). nibble sets OpenMP's variables before vLLM starts, so both
+are one process and no core waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nibble.machine.targets import Target
+from nibble.plan.choice import OURS, Choice, Choices
+from nibble.plan.inputs import PlanInputs
+from nibble.plan.startup import SPECULATIVE, has_several_processes
+from nibble.plan.topology import Topology
+
+ONE_PROCESS = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING"  # "0": vLLM's CPU platform leaves the executor as it is
+)
+THREADS = "OMP_NUM_THREADS"
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+BATCHED_TOKENS = "--max-num-batched-tokens"
+# Bytes of weights times tokens of a prompt, by second and core. Two cores of an EPYC with AVX-512
+# read a prompt at 130 tokens/s through 0.93 GB of NVFP4 (2026-11-23).
+_PROMPT_RATE = 60e9
+_ATTENTION = {"full_attention", "sliding_attention"}
+_LEAST_TOKENS, _MOST_TOKENS = 256, 2048  # vLLM's default on a CPU (vllm 0.32 arg_utils.py:2975)
+# A user who divides the cores wants the worker process that vLLM binds to them.
+_USERS_DIVISION = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+
+
+def is_one_process(
+    target: Target, args: Mapping[str, Choice], environ: Mapping[str, str], topology: Topology
+) -> bool:
+    """Whether engine and worker share a process. `environ`: the user's."""
+    return (
+        target.device == "cpu"
+        and topology.mode == "machine"
+        and topology.ranks == 1
+        and not has_several_processes(args)
+        and environ.get(ONE_PROCESS, "0") == "0"
+        and not any(environ.get(name) for name in _USERS_DIVISION)
+    )
+
+
+def cpu_environment(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topology) -> Choices:
+    """Variables for one process with all cores; none where vLLM's worker process stays."""
+    if not is_one_process(inputs.target, args, inputs.environ, topology):
+        return {}
+    together = "engine and worker are one process: no core is kept for waiting"
+    forked = "the engine forks from the server, which has imported all modules"
+    found = {ONE_PROCESS: Choice("0", OURS, together), START_METHOD: Choice("fork", OURS, forked)}
+    if cores := inputs.hardware.compute:
+        found[THREADS] = Choice(str(cores.threads), OURS, f"one for each of {cores.reason}")
+    return found
+
+
+def prompt_chunk(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choices:
+    """The tokens of a step, so that a chunk of a prompt takes about a second: other sequences wait
+    that long, and a start computes one chunk of this size.
+
+    Not for models whose minimum only vLLM knows: with images, or with states instead of a KV cache.
+    """
+    checkpoint, cores = inputs.checkpoint, inputs.hardware.compute
+    if inputs.target.device != "cpu" or checkpoint is None or checkpoint.weights is None:
+        return {}
+    step_bytes = checkpoint.weights.decode_bytes_per_step
+    chunked = args.get("--enable-chunked-prefill")
+    if not step_bytes or cores is None or (chunked and chunked.value is False):
+        return {}
+    is_plain = (checkpoint.architecture or "").endswith("ForCausalLM") and not checkpoint.has_vision
+    kinds = set(checkpoint.text_config.get("layer_types") or ())
+    if not is_plain or kinds - _ATTENTION or set(SPECULATIVE) & set(args):
+        return {}
+    sequences = args.get("--max-num-seqs")  # vLLM refuses fewer tokens than sequences
+    least = max(_LEAST_TOKENS, int(sequences.value) if sequences else 0)
+    tokens = int(_PROMPT_RATE * cores.threads / step_bytes) // 128 * 128
+    if max(tokens, least) >= _MOST_TOKENS:
+        return {}
+    reason = (
+        f"about a second of a prompt on {cores.threads} cores, estimated from"
+        f" {step_bytes / (1 << 30):.2f} GiB of weights"
+    )
+    return {BATCHED_TOKENS: Choice(max(tokens, least), OURS, reason)}
