@@ -47,6 +47,7 @@ Activations = Literal["checkpoint", "bf16"]
 HeadFormat = Literal["off", "nvfp4"]
 Kernel = Literal["vllm", "nibble"]
 ScaleMode = Literal["token", "batch-pow2", "batch"]
+Switch = Literal["on", "off"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Options:
       unquantized activations on a GPU.
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
+    - step_graph: whether a decode step runs from CUDA graphs as a whole (plugin/step_graph).
     """
 
     nvfp4_activations: Activations = "checkpoint"
@@ -66,6 +68,7 @@ class Options:
     linear_kernel: Kernel = "vllm"
     moe_kernel: Kernel = "vllm"
     act_scale_mode: ScaleMode = "token"
+    step_graph: Switch = "on"
 
     @property
     def weights_only(self) -> bool:
@@ -359,6 +362,11 @@ def pulse_file(kind: PulseKind, pid: int | Literal["*"]) -> str:
     return f"{kind}-{pid}"
 
 
+def steps_file(pid: int | Literal["*"]) -> str:
+    """The file in which an engine core counts its steps (StepCounts)."""
+    return f"steps-{pid}"
+
+
 def stacks_file(pid: int) -> str:
     return f"stacks-{pid}"
 
@@ -394,3 +402,50 @@ class PulseRecord(NamedTuple):
 _MAGIC = b"nblpuls1"
 _PULSE = struct.Struct("=8sIBBxxQQQ")
 PULSE_BYTES = _PULSE.size
+
+
+# --- steps of the model, by the path that they took -----------------------------------------------
+
+StepPath = Literal["graph", "inputs", "vllm"]
+# Why a step took its path. `graph`: CUDA graphs prepare the inputs, run the model and sample.
+# `inputs`: they prepare the inputs and run the model; vLLM's code samples. `vllm`: vLLM's path.
+STEP_REASONS: Mapping[str, StepPath] = {
+    "steady": "graph",
+    "grammar": "inputs",
+    "random_sampler": "inputs",
+    "thinking_budget": "inputs",
+    "new_sampling": "inputs",
+    "unsupported": "vllm",
+    "arrival": "vllm",
+    "prefill": "vllm",
+    "drafts": "vllm",
+    "encoder": "vllm",
+    "preemption": "vllm",
+    "cache_blocks": "vllm",
+    "no_graph": "vllm",
+    "capture_failed": "vllm",
+    "new_batch_size": "vllm",
+    "empty": "vllm",
+}
+
+
+class StepCounts:
+    """The layout of `steps_file`: one number for each of STEP_REASONS."""
+
+    reasons = tuple(STEP_REASONS)
+    _magic = b"nblstep1"
+    _struct = struct.Struct(f"=8s{len(reasons)}Q")
+    size = _struct.size
+
+    @classmethod
+    def write(cls, file: Any, counts: Mapping[str, int]) -> None:
+        """Write to `file`, a buffer of `size` bytes."""
+        cls._struct.pack_into(file, 0, cls._magic, *(counts.get(name, 0) for name in cls.reasons))
+
+    @classmethod
+    def read(cls, data: bytes) -> dict[str, int]:
+        """Empty for another layout."""
+        if len(data) != cls.size:
+            return {}
+        magic, *counts = cls._struct.unpack(data)
+        return dict(zip(cls.reasons, counts, strict=True)) if magic == cls._magic else {}

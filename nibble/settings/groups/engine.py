@@ -155,6 +155,15 @@ class EngineOptions(BaseModel):
         flag="--act-scale-mode",
         expected="token, batch-pow2 or batch",
     )
+    step_graph: contract.Switch = option(
+        "on",
+        "Engine",
+        "Decode steps on a GPU: `on` runs a whole step from CUDA graphs where the batch allows it"
+        " (docs/step_graph.md), `off` always takes vLLM's path.",
+        "NIBBLE_STEP_GRAPH",
+        flag="--step-graph",
+        expected="on or off",
+    )
     kernel_assertion: Literal["strict", "warn"] = option(
         "strict",
         "Engine",
