@@ -150,7 +150,7 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 def row(model: str, streams: int, options: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[float]] = {side: [] for side in PORTS}
-    for side, port in PORTS.items():
+    for port in PORTS.values():
         asyncio.run(load(port, streams, 64))  # compiles and captures
     before = steps()
     for number in range(ROUNDS):
