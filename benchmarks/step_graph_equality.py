@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 RESULT = ROOT / "benchmarks" / "results" / "step_graph_equality.json"
 STREAMS = (1, 8, 16, 32, 64)
-TIMED_STEPS, VOCABULARY = 300, 20000
+TIMED_STEPS, VOCABULARY = 300, 3000
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def run_engine(options: argparse.Namespace) -> dict[str, Any]:
 
     llm = LLM(
         str(options.model),
-        max_model_len=4096,
+        max_model_len=2048,
         max_num_seqs=64,
         num_gpu_blocks_override=options.blocks,
         kv_cache_memory_bytes=4 << 30,
