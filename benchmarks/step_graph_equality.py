@@ -1,13 +1,14 @@
-"""Answers with NIBBLE_STEP_GRAPH=on and off: tokens, log-probs and finish reasons must be equal.
+"""Answers with and without steps from CUDA graphs: tokens, log-probs and finish reasons.
 
     python benchmarks/step_graph_equality.py [--model FOLDER] [--requests 300] [--seed 0]
-        [--out benchmarks/results/step_graph_equality.json]
+        [--passes off off on on] [--out benchmarks/results/step_graph_equality.json]
 
-Needs a GPU. Each engine gets the same requests at the same steps: prompts of 1 to 1500 tokens, all
+Needs a GPU. One engine gets the same requests several times: prompts of 1 to 1500 tokens, all
 samplers with seeds, stop tokens, `n`, log-probs, penalties, aborts, arrivals during decode, shared
-prefixes, and too few cache blocks, so that requests are preempted. The engine runs in one process
-and takes requests between its steps, so both see the same batches. `off` runs twice: what differs
-there already is not the graphs' doing. Also times a decode step for each number of streams.
+prefixes, and few cache blocks, so that requests are preempted. It takes requests between its steps,
+so each pass sees the same batches. A pass is `off` (vLLM's path), `on`, or `inputs` (graphs without
+the sampler). What differs between two passes `off` is not the graphs' doing. One engine, because
+two engines may tune kernels differently. Also times a decode step for each number of streams.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,58 +32,84 @@ TIMED_STEPS, VOCABULARY = 300, 3000
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("/tmp/8b2"))
+    parser.add_argument("--model", type=Path, default=Path("/tmp/shapes/dense2"))
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modes", nargs="+", default=["off", "off", "on"])
-    parser.add_argument("--blocks", type=int, default=1800, help="of the KV cache")
+    parser.add_argument("--passes", nargs="+", default=["off", "off", "on", "on"])
+    parser.add_argument("--blocks", type=int, default=600, help="of the KV cache")
+    parser.add_argument("--timing", nargs="*", default=[], help="passes to time, such as off on")
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes")
-    parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--one", choices=("on", "off"), help="run one engine, in this process")
     options = parser.parse_args()
-    if options.one:
-        options.out.write_text(json.dumps(run_engine(options)))
-        return 0
-    found = []
-    for number, mode in enumerate(options.modes):
-        out = options.out.with_suffix(f".{number}-{mode}.json")
-        words = [*sys.argv, "--one", mode, "--out", str(out)]
-        subprocess.run([sys.executable, *words], check=True)
-        found.append(json.loads(out.read_text()) | {"mode": mode})
-        out.unlink()
-    result = {"what": __doc__.splitlines()[0]} | comparison(found, options)
+    result = run(options)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     return 1 if any(row["different"] for row in result["compared"]) else 0
 
 
-def comparison(found: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Each engine compared with the first."""
+def run(options: argparse.Namespace) -> dict[str, Any]:
     from machine import machine
 
-    first, rows = found[0], []
-    for other in found[1:]:
-        names = sorted(first["answers"])
-        different = [n for n in names if first["answers"][n] != other["answers"].get(n)]
-        kinds = sorted({first["kinds"][name.partition("#")[0]] for name in different})
-        rows.append(
-            {"mode": other["mode"], "answers": len(names), "different": len(different)}
-            | {"kinds": kinds, "examples": different[:5]}
-        )
+    engine = new_engine(options)
+    path = PathOfSteps(engine)
+    requests = mixed_requests(options.requests, random.Random(options.seed))
+    kinds = {request["id"]: request["kind"] for request in requests}
+    passes: list[dict[str, Any]] = []
+    for mode in options.passes:
+        path.take(mode)
+        began = time.monotonic()
+        answers = ask_mixed(engine, requests)
+        passes.append({"mode": mode, "answers": answers, "steps": path.counts()})
+        passes[-1]["preemptions"] = path.preemptions()
+        seconds, taken = time.monotonic() - began, passes[-1]
+        print(f"{mode}: {len(answers)} answers in {seconds:.1f} s", flush=True)
+        print(f"{mode}: {taken['steps']}, {taken['preemptions']} preemptions", flush=True)
+        engine.reset_prefix_cache()
+    step_ms = []
+    for mode in options.timing:
+        path.take(mode)
+        step_ms.append({"mode": mode} | {str(n): step_time(engine, n) for n in STREAMS})
+        print(step_ms[-1], flush=True)
+        if options.profile:
+            profile(engine)
     return {
-        "model": str(options.model),
+        "what": __doc__.splitlines()[0],
+        "model": options.model.name,
         "seed": options.seed,
         "requests": options.requests,
         "machine": machine(),
-        "compared": rows,
-        "steps": [{"mode": one["mode"]} | one["counts"] for one in found],
-        "preemptions": [one["preemptions"] for one in found],
-        "step_ms": [{"mode": one["mode"]} | one["step_ms"] for one in found],
+        "compared": [compared(passes[0], other, kinds) for other in passes[1:]],
+        "passes": [{k: v for k, v in one.items() if k != "answers"} for one in passes],
+        "step_ms": step_ms,
     }
 
 
-def run_engine(options: argparse.Namespace) -> dict[str, Any]:
+def compared(first: dict[str, Any], other: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
+    """One pass compared with the first."""
+    wanted, found = first["answers"], other["answers"]
+    different = [name for name in sorted(wanted) if wanted[name] != found.get(name)]
+    return {
+        "mode": other["mode"],
+        "answers": len(wanted),
+        "tokens": sum(len(answer[0]) for answer in wanted.values()),
+        "different": len(different),
+        "kinds": sorted({kinds[name.partition("#")[0]] for name in different}),
+        "examples": [describe(name, wanted[name], found.get(name)) for name in different[:6]],
+    }
+
+
+def describe(name: str, wanted: list[Any], found: list[Any] | None) -> str:
+    """Where two answers part."""
+    if found is None:
+        return f"{name}: no answer"
+    pairs = [zip(a, b, strict=False) for a, b in zip(wanted[:2], found[:2], strict=True)]
+    token, logprob = (next((i for i, (a, b) in enumerate(p) if a != b), None) for p in pairs)
+    return (
+        f"{name}: token {token} of {len(wanted[0])}, log-prob {logprob}, {wanted[2:4]} {found[2:4]}"
+    )
+
+
+def new_engine(options: argparse.Namespace) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -96,29 +122,47 @@ def run_engine(options: argparse.Namespace) -> dict[str, Any]:
         gpu_memory_utilization=0.3,
         disable_log_stats=True,
         seed=0,
-        additional_config={"nibble": {"step_graph": options.one}},
     )
-    engine: Any = llm.llm_engine
-    core = engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    preempted = []
-    preempt = core.scheduler._preempt_request
-    core.scheduler._preempt_request = lambda *a, **k: (preempted.append(1), preempt(*a, **k))[1]
-    requests = mixed_requests(options.requests, random.Random(options.seed))
-    began = time.monotonic()
-    answers = ask_mixed(engine, requests, random.Random(options.seed + 1))
-    print(f"{options.one}: {len(answers)} answers in {time.monotonic() - began:.1f} s", flush=True)
-    counter = getattr(runner, "step_counter", None)
-    counts = counter.to_json() if counter else {}
-    print(f"{options.one}: steps {counts}, {len(preempted)} preemptions", flush=True)
-    step_ms = {} if options.no_timing else {str(n): step_time(engine, n) for n in STREAMS}
-    print(f"{options.one}: ms a step {step_ms}", flush=True)
-    if options.profile:
-        profile(engine)
-    kinds = {request["id"]: request["kind"] for request in requests}
-    return {"answers": answers, "kinds": kinds, "counts": counts, "step_ms": step_ms} | {
-        "preemptions": len(preempted)
-    }
+    return llm.llm_engine
+
+
+class PathOfSteps:
+    """Chooses the path of an engine's steps, and counts."""
+
+    def __init__(self, engine: Any) -> None:
+        core = engine.engine_core.engine_core
+        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._graphs, self._new_batch = self._runner._graphs, self._runner._new_batch
+        self._counted: dict[str, int] = {}
+        self._preempted = 0
+        preempt = core.scheduler._preempt_request
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            self._preempted += 1
+            return preempt(*arguments, **more)
+
+        core.scheduler._preempt_request = counted
+
+    def take(self, mode: str) -> None:
+        self._runner._graphs = None if mode == "off" else self._graphs
+        self._runner._new_batch = self._without_sampler if mode == "inputs" else self._new_batch
+
+    def _without_sampler(self, *arguments: Any) -> Any:
+        batch = self._new_batch(*arguments)
+        if not isinstance(batch, str):
+            batch.refusal = "random_sampler"
+        return batch
+
+    def counts(self) -> dict[str, int]:
+        """Steps since the last call, by reason."""
+        now = self._runner.step_counter.to_json()
+        before, self._counted = self._counted, now
+        return {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}
+
+    def preemptions(self) -> int:
+        """Since the last call."""
+        before, self._preempted = self._preempted, 0
+        return before
 
 
 def mixed_requests(count: int, rng: random.Random) -> list[dict[str, Any]]:
@@ -165,14 +209,19 @@ def sampling_kinds() -> dict[str, dict[str, Any]]:
         "bias": {"temperature": 0.8, "logit_bias": {400: 5.0, 500: -100.0}, "logprobs": 0},
         "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(300, 400))},
         "bad_words": {"temperature": 0.0, "bad_words": ["a", " the", "one two"]},
-        "stop_ids": {"temperature": 1.0, "stop_token_ids": list(range(300, 3000)), "min_tokens": 5},
+        "stop_ids": {
+            "temperature": 1.0,
+            "allowed_token_ids": list(range(300, 1200)),
+            "stop_token_ids": list(range(300, 420)),
+            "min_tokens": 5,
+        },
         "stop_string": {"temperature": 1.0, "stop": ["e", "xyz"], "min_tokens": 2},
         "four": {"temperature": 0.9, "n": 4},
         "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 2},
     }
 
 
-def ask_mixed(engine: Any, requests: list[dict[str, Any]], rng: random.Random) -> dict[str, Any]:
+def ask_mixed(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     """The answers: id#index -> tokens, log-probs, finish and stop reason."""
     from vllm import SamplingParams
 

@@ -6,6 +6,7 @@
 - graphs.py, changes.py, output.py: capture and launch; new cache blocks; tokens to the host.
 - tables.py: vLLM's tables at fixed addresses.
 - probe.py: whether vLLM's code is what the graphs repeat.
+- cache_slots.py: less work for the scheduler.
 - counts.py: the counter on /metrics.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from nibble.engine.contract import Options
 from nibble.engine.plugin.require import VllmMismatch, names_of_vllm, replace
 from nibble.engine.plugin.step_graph.counts import report_metric
 
@@ -29,6 +31,7 @@ def follow_workers() -> None:
     The runner is imported in the worker alone: the import takes a second.
     """
     report_metric()
+    _follow_scheduler()
     if not current_platform.is_cuda():
         return
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -40,6 +43,30 @@ def follow_workers() -> None:
     create = replace(WorkerWrapperBase, "init_device", with_runner, "self")
 
 
+def _follow_scheduler() -> None:
+    """Skip unchanged cache blocks in each scheduler that is created from now on."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def create_shorter(scheduler: Any, *arguments: Any, **options: Any) -> None:
+        create(scheduler, *arguments, **options)
+        if Options.from_config(scheduler.vllm_config.additional_config).step_graph == "on":
+            shorten_scheduling(scheduler)
+
+    create = replace(Scheduler, "__init__", create_shorter)
+
+
+def shorten_scheduling(scheduler: Any) -> None:
+    """See cache_slots.py. One line in the log if vLLM's code differs."""
+    try:
+        with names_of_vllm():
+            from nibble.engine.plugin.step_graph.cache_slots import skip_unchanged_blocks
+            from nibble.engine.plugin.step_graph.probe import SCHEDULER_SOURCES, check_source
+        check_source(SCHEDULER_SOURCES)
+        skip_unchanged_blocks(scheduler.kv_cache_manager)
+    except VllmMismatch as mismatch:
+        logger.warning("Scheduling takes vLLM's path: %s", mismatch)
+
+
 @functools.cache
 def replace_runner() -> None:
     """Replace vLLM's V2 model runner. One line in the log if vLLM's code differs."""
@@ -47,9 +74,9 @@ def replace_runner() -> None:
         with names_of_vllm():
             from vllm.v1.worker.gpu import model_runner
 
-            from nibble.engine.plugin.step_graph.probe import check_source
+            from nibble.engine.plugin.step_graph.probe import RUNNER_SOURCES, check_source
             from nibble.engine.plugin.step_graph.runner import StepGraphRunner
-        check_source()
+        check_source(RUNNER_SOURCES)
         replace(model_runner, "GPUModelRunner", StepGraphRunner, "vllm_config", "device")
     except VllmMismatch as mismatch:
         logger.warning("Decode steps take vLLM's path: %s", mismatch)

@@ -7,6 +7,7 @@ more, and no name or signature would show it. So the files themselves are compar
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from importlib import metadata, util
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from nibble.engine.plugin.require import VllmMismatch
 
 # Module of vLLM 0.32.0 -> the first digits of its file's SHA-256. `python -m
 # nibble.engine.plugin.step_graph.probe` prints those of the installed vLLM.
-SOURCES = {
+RUNNER_SOURCES = {
     "vllm.v1.attention.backends.flash_attn": "e6637cb5a66c4284",
     "vllm.v1.attention.backends.triton_attn": "8c886ae19377949a",
     "vllm.v1.core.sched.output": "2a3454c78ba1e7ff",
@@ -41,9 +42,17 @@ SOURCES = {
 }
 
 
-def check_source() -> None:
+SCHEDULER_SOURCES = {
+    "vllm.v1.core.block_pool": "6d1e0d89b43e3b2a",
+    "vllm.v1.core.kv_cache_coordinator": "efd7193391197c55",
+    "vllm.v1.core.kv_cache_manager": "d08315437c6b0704",
+    "vllm.v1.core.single_type_kv_cache_manager": "fe38816a388bb5b6",
+}
+
+
+def check_source(sources: Mapping[str, str]) -> None:
     """Raise VllmMismatch if a file of vLLM differs."""
-    for module, expected in SOURCES.items():
+    for module, expected in sources.items():
         if digest_of(module) != expected:
             raise VllmMismatch(
                 f"{module} of vLLM {metadata.version('vllm')} differs from vLLM {VLLM_VERSION}"
@@ -59,5 +68,5 @@ def digest_of(module: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in SOURCES:
+    for name in (*RUNNER_SOURCES, *SCHEDULER_SOURCES):
         print(f'    "{name}": "{digest_of(name)}",')
