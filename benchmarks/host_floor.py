@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,11 @@ def main() -> int:
         "machine": machine(),
         "rows": [],
     }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers
     for name in options.shapes:
-        result["rows"] += measure(options.models / name, options)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        for found in measure(options.models / name, options):
+            result["rows"].append(found)
+            options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["rows"], indent=1))
     return 0
 
@@ -94,14 +97,15 @@ def write_shape(
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(model: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for side in PORTS:
             servers[side] = start(side, model, options)
         for side, server in servers.items():
             wait_until_ready(PORTS[side], server)
-        return [row(model.name, streams, options) for streams in options.streams]
+        for streams in options.streams:
+            yield row(model.name, streams)
     finally:
         for server in servers.values():
             server.send_signal(signal.SIGTERM)
@@ -152,7 +156,7 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"the server on port {port} is not ready after {START_S:.0f} s")
 
 
-def row(model: str, streams: int, options: argparse.Namespace) -> dict[str, Any]:
+def row(model: str, streams: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {side: [] for side in PORTS}
     for port in PORTS.values():
         asyncio.run(load(port, streams, 64))  # compiles and captures

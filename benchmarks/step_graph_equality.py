@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.profile:
             profile(engine)
     return {
-        "what": __doc__.splitlines()[0],
+        "what": "tokens, log-probs, finish reasons and texts of passes, compared with the first",
         "model": options.model.name,
         "seed": options.seed,
         "requests": options.requests,

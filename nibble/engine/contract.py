@@ -411,10 +411,10 @@ StepPath = Literal["graph", "inputs", "vllm"]
 # `inputs`: they prepare the inputs and run the model; vLLM's code samples. `vllm`: vLLM's path.
 STEP_REASONS: Mapping[str, StepPath] = {
     "steady": "graph",
-    "grammar": "inputs",
     "random_sampler": "inputs",
-    "thinking_budget": "inputs",
     "new_sampling": "inputs",
+    "grammar": "vllm",
+    "thinking_budget": "vllm",
     "unsupported": "vllm",
     "arrival": "vllm",
     "prefill": "vllm",

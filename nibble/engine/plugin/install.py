@@ -26,10 +26,10 @@ from nibble.engine.plugin import (
     quartet2,
     queues,
     router_bias,
-    step_graph,
     whole_load,
 )
 from nibble.engine.plugin.require import replace, required
+from nibble.engine.plugin.step_graph.follow import follow_workers
 
 
 def install() -> None:
@@ -49,7 +49,7 @@ def install() -> None:
     cpu_rope.rotate_heads_apart()
     cpu_seeds.keep_generators()
     whole_load.check_loads()
-    step_graph.follow_workers()
+    follow_workers()
 
 
 def _install_linear() -> None:

@@ -75,7 +75,8 @@ class BlockChanges:
         tables = self._tables
         if not tables.num_kv_cache_groups:
             return
-        _write_blocks[(1,)](
+        launcher: Any = _write_blocks
+        launcher[(1,)](
             self._device,
             tables.block_table_ptrs,
             tables.block_table_strides,

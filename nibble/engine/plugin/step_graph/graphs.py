@@ -28,6 +28,8 @@ from nibble.engine.plugin.step_graph.changes import BlockChanges, PinnedRing
 from nibble.engine.plugin.step_graph.qualify import Sampling
 
 Result = TypeVar("Result")
+_USES_BEFORE_CAPTURE = 3
+_MAX_SAMPLERS = 512
 
 
 @dataclass
@@ -49,8 +51,8 @@ class BatchSize:
     batch: InputBatch
     starts: torch.Tensor  # where each request's tokens start, padded
     inputs: torch.cuda.CUDAGraph | None = None
-    # None: seen once, and captured the next time.
-    samplers: dict[Sampling, CapturedSampler | None] = field(default_factory=dict)
+    samplers: dict[Sampling, CapturedSampler] = field(default_factory=dict)
+    uses: dict[Sampling, int] = field(default_factory=dict)  # before the capture
 
 
 class StepGraphs:
@@ -89,8 +91,20 @@ class StepGraphs:
         if size.inputs is None:
             size.inputs, _ = self._captured(lambda: self._prepare(size))
 
+    def is_rare(self, size: BatchSize, sampling: Sampling) -> bool:
+        """Whether a capture does not pay yet: it takes about as long as four steps."""
+        if sampling in size.samplers:
+            return False
+        size.uses[sampling] = size.uses.get(sampling, 0) + 1
+        return size.uses[sampling] <= _USES_BEFORE_CAPTURE
+
     def capture_sampler(self, size: BatchSize, sampling: Sampling) -> None:
         """Capture the sampler for the batch that `size` holds. Changes nothing else."""
+        sizes = [one for one in self.sizes.values() if one is not None]
+        if sum(len(one.samplers) for one in sizes) >= _MAX_SAMPLERS:
+            torch.cuda.synchronize()
+            for one in sizes:
+                one.samplers.clear()
         graph, output = self._captured(lambda: self._sample(size))
         size.samplers[sampling] = CapturedSampler(graph, output, _replaceable_buffers())
 
@@ -103,7 +117,6 @@ class StepGraphs:
     def sample(self, size: BatchSize, sampling: Sampling) -> SamplerOutput:
         """Sample, and advance the requests' state. The tensors are valid until the next step."""
         captured = size.samplers[sampling]
-        assert captured is not None
         captured.graph.replay()
         return captured.output
 

@@ -31,6 +31,8 @@ def refusal_of_schedule(output: Any) -> str:
         return "encoder"
     if output.new_block_ids_to_zero or output.kv_cache_block_copies:
         return "cache_blocks"
+    if output.has_structured_output_requests:
+        return "grammar"
     if output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):
         return "prefill"
     return STEADY

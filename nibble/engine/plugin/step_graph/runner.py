@@ -92,6 +92,7 @@ class StepGraphRunner(GPUModelRunner):
         self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False,
         **options: Any,
     ) -> Any:  # fmt: skip
+        self._to_sample = None
         if self._graphs is None or dummy_run:
             self._batch = None
             return super().execute_model(
@@ -155,13 +156,16 @@ class StepGraphRunner(GPUModelRunner):
         slots = np.fromiter((indices[one] for one in ids), dtype=np.intp, count=len(ids))
         if is_prefilling(computed, self.req_states.prefill_len.np[slots]):
             return "prefill"
+        assert self.sampler is not None
+        logprobs = self.sampler.get_logprobs_dims(slots)
+        sampling, refusal = sampling_of(self._tables, slots, logprobs)
+        if STEP_REASONS.get(refusal) == "vllm":
+            return refusal
         if len(ids) not in self._seen:  # vLLM's step compiles and warms what the capture records
             self._seen.add(len(ids))
             return "new_batch_size"
         if not self._is_captured("inputs", lambda: graphs.capture_inputs(size)):
             return "capture_failed"
-        logprobs = self.sampler.get_logprobs_dims(slots)
-        sampling, refusal = sampling_of(self._tables, slots, logprobs)
         return Batch(ids, {one: i for i, one in enumerate(ids)}, slots, size, sampling, refusal)
 
     def _is_captured(self, what: str, capture: Callable[[], None]) -> bool:
@@ -185,12 +189,9 @@ class StepGraphRunner(GPUModelRunner):
         graphs, size = self._graphs, batch.size
         assert graphs is not None
         reason = batch.refusal
-        if output.has_structured_output_requests:
-            reason = "grammar"
-        elif not reason and batch.sampling not in size.samplers:
-            size.samplers[batch.sampling] = None
+        if not reason and graphs.is_rare(size, batch.sampling):
             reason = "new_sampling"
-        elif not reason and size.samplers[batch.sampling] is None:
+        elif not reason and batch.sampling not in size.samplers:
             capture = functools.partial(graphs.capture_sampler, size, batch.sampling)
             reason = STEADY if self._is_captured("sampler", capture) else "new_sampling"
         if not reason:
@@ -206,7 +207,6 @@ class StepGraphRunner(GPUModelRunner):
         of_step, prefill_len = batch.size.batch, self.req_states.prefill_len.np[batch.slots]
         of_step.num_computed_tokens_np, of_step.prefill_len_np = computed, prefill_len
         of_step.num_computed_prefill_tokens_np = np.minimum(computed, prefill_len)
-        of_step.has_structured_output_reqs = output.has_structured_output_requests
         self.execute_model_state = ExecuteModelState(
             input_batch=of_step,
             attn_metadata=None,
