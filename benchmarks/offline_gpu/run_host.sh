@@ -13,6 +13,6 @@ step equal_nvfp4 300 ${equality} --model /tmp/shapes/dense2 --passes off off on 
 step write_more 120 ${floor} --write /tmp/shapes --shapes 0.6b moe2 &
 wait
 for shape in dense2 0.6b moe2; do
-  step "floor_${shape}" 240 ${floor} --models /tmp/shapes --shapes "${shape}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/floor_${shape}.json"
+  step "floor_${shape}" 300 ${floor} --models /tmp/shapes --shapes "${shape}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/floor_${shape}.json"
 done
 touch /tmp/R/host.done
