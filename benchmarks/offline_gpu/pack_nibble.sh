@@ -32,6 +32,8 @@ mkdir "${scratch}/nibble"
 git -C "${repo}" archive HEAD nibble pyproject.toml | tar -x -C "${scratch}/nibble"
 "${python}" -m pip install -q --no-deps --no-build-isolation --no-index --target "${scratch}/site" "${scratch}/nibble"
 rm -rf "${scratch}/site/nibble" # the source tree is imported instead
+# Dependencies of nibble that vLLM does not bring along.
+"${python}" -m pip install -q --no-deps --target "${scratch}/site" "gguf>=0.19,<1" "pyelftools>=0.32,<1"
 # For the network namespaces of cluster_two_gpus.py.
 if ip=$(command -v ip); then
   cp "${ip}" "${parts}/bin/"

@@ -45,9 +45,9 @@ CONFIG_FLAG, CONFIG_KEY = "--additional-config", "nibble"
 
 Activations = Literal["checkpoint", "bf16"]
 HeadFormat = Literal["off", "nvfp4"]
-CompactJson = Literal["off", "on"]
 Kernel = Literal["vllm", "nibble"]
 ScaleMode = Literal["token", "batch-pow2", "batch"]
+Switch = Literal["on", "off"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Options:
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
     - compact_json: whether JSON by a schema has no blanks between its values.
+    - step_graph: whether a decode step runs from CUDA graphs as a whole (plugin/step_graph).
     """
 
     nvfp4_activations: Activations = "checkpoint"
@@ -68,7 +69,8 @@ class Options:
     linear_kernel: Kernel = "vllm"
     moe_kernel: Kernel = "vllm"
     act_scale_mode: ScaleMode = "token"
-    compact_json: CompactJson = "off"
+    compact_json: Switch = "off"
+    step_graph: Switch = "on"
 
     @property
     def weights_only(self) -> bool:
@@ -362,6 +364,11 @@ def pulse_file(kind: PulseKind, pid: int | Literal["*"]) -> str:
     return f"{kind}-{pid}"
 
 
+def steps_file(pid: int | Literal["*"]) -> str:
+    """The file in which an engine core counts its steps (StepCounts)."""
+    return f"steps-{pid}"
+
+
 def stacks_file(pid: int) -> str:
     return f"stacks-{pid}"
 
@@ -397,3 +404,50 @@ class PulseRecord(NamedTuple):
 _MAGIC = b"nblpuls1"
 _PULSE = struct.Struct("=8sIBBxxQQQ")
 PULSE_BYTES = _PULSE.size
+
+
+# --- steps of the model, by the path that they took -----------------------------------------------
+
+StepPath = Literal["graph", "inputs", "vllm"]
+# Why a step took its path. `graph`: CUDA graphs prepare the inputs, run the model and sample.
+# `inputs`: they prepare the inputs and run the model; vLLM's code samples. `vllm`: vLLM's path.
+STEP_REASONS: Mapping[str, StepPath] = {
+    "steady": "graph",
+    "random_sampler": "inputs",
+    "new_sampling": "inputs",
+    "grammar": "vllm",
+    "thinking_budget": "vllm",
+    "unsupported": "vllm",
+    "arrival": "vllm",
+    "prefill": "vllm",
+    "drafts": "vllm",
+    "encoder": "vllm",
+    "preemption": "vllm",
+    "cache_blocks": "vllm",
+    "no_graph": "vllm",
+    "capture_failed": "vllm",
+    "new_batch_size": "vllm",
+    "empty": "vllm",
+}
+
+
+class StepCounts:
+    """The layout of `steps_file`: one number for each of STEP_REASONS."""
+
+    reasons = tuple(STEP_REASONS)
+    _magic = b"nblstep1"
+    _struct = struct.Struct(f"=8s{len(reasons)}Q")
+    size = _struct.size
+
+    @classmethod
+    def write(cls, file: Any, counts: Mapping[str, int]) -> None:
+        """Write to `file`, a buffer of `size` bytes."""
+        cls._struct.pack_into(file, 0, cls._magic, *(counts.get(name, 0) for name in cls.reasons))
+
+    @classmethod
+    def read(cls, data: bytes) -> dict[str, int]:
+        """Empty for another layout."""
+        if len(data) != cls.size:
+            return {}
+        magic, *counts = cls._struct.unpack(data)
+        return dict(zip(cls.reasons, counts, strict=True)) if magic == cls._magic else {}

@@ -31,6 +31,7 @@ from nibble.engine.plugin import (
     whole_load,
 )
 from nibble.engine.plugin.require import replace, required
+from nibble.engine.plugin.step_graph.follow import follow_workers
 
 
 def install() -> None:
@@ -52,6 +53,7 @@ def install() -> None:
     cpu_seeds.keep_generators()
     whole_load.check_loads()
     compact_json.forbid_blanks()
+    follow_workers()
 
 
 def _install_linear() -> None:

@@ -155,7 +155,7 @@ class EngineOptions(BaseModel):
         flag="--act-scale-mode",
         expected="token, batch-pow2 or batch",
     )
-    compact_json: Literal["auto", contract.CompactJson] = option(
+    compact_json: Literal["auto", contract.Switch] = option(
         "auto",
         "Engine",
         "JSON of structured outputs and tool calls without blanks between values: `on`, `off`"
@@ -163,6 +163,15 @@ class EngineOptions(BaseModel):
         "NIBBLE_COMPACT_JSON",
         flag="--compact-json",
         expected="auto, on or off",
+    )
+    step_graph: contract.Switch = option(
+        "on",
+        "Engine",
+        "Decode steps on a GPU: `on` runs a whole step from CUDA graphs where the batch allows it"
+        " (docs/step_graph.md), `off` always takes vLLM's path.",
+        "NIBBLE_STEP_GRAPH",
+        flag="--step-graph",
+        expected="on or off",
     )
     kernel_assertion: Literal["strict", "warn"] = option(
         "strict",

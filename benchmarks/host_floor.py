@@ -1,0 +1,232 @@
+"""Time between tokens where the GPU needs little: the host's cost of a decode step.
+
+    python benchmarks/host_floor.py --write /tmp/shapes [--shapes dense2 …]    write checkpoints
+    python benchmarks/host_floor.py --models /tmp/shapes [--shapes dense2 …] [--streams 1 8 …]
+        [--out benchmarks/results/host_floor_h200.json]
+
+Shapes: `dense2` is Qwen3-8B's with two layers, `moe2` a mixture of 64 experts with two layers,
+`0.6b`, `4b` and `8b` are Qwen3's, `bf16` is a small one without NVFP4. `vllm serve` and
+`nibble serve` with default settings run at the same time on one GPU and answer in turns: 16 tokens
+in, 768 out. The time is the median over the streams of (last - first token) / (tokens - 1), the
+better of two rounds. `steady_share` is the share of nibble's steps that ran from CUDA graphs as a
+whole, from its /metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+RESULT = ROOT / "benchmarks" / "results" / "host_floor_h200.json"
+# hidden, intermediate, layers, heads, KV heads, experts
+SHAPES = {
+    "dense2": (4096, 12288, 2, 32, 8, 0),
+    "bf16": (2048, 6144, 2, 16, 8, 0),
+    "moe2": (2048, 768, 2, 32, 4, 64),
+    "0.6b": (1024, 3072, 28, 16, 8, 0),
+    "4b": (2560, 9728, 36, 32, 8, 0),
+    "8b": (4096, 12288, 36, 32, 8, 0),
+}
+STREAMS = (1, 8, 16, 32, 64)
+TOKENS_IN, TOKENS_OUT, ROUNDS, START_S = 16, 768, 2, 400.0
+PORTS = {"stock": 9101, "nibble": 9102}
+CONTROL_PORT = 9103
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--models", type=Path)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dense2"])
+    parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
+    parser.add_argument("--kv-bytes", type=int, default=8 << 30)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp"))
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    for name in options.shapes if options.write else ():
+        write_shape(options.write / name, *SHAPES[name])
+    if not options.models:
+        return 0
+    from machine import machine
+
+    result = {
+        "what": "ms between tokens, 16 tokens in and 768 out, in turns on one GPU",
+        "command": " ".join(["python", "benchmarks/host_floor.py", *sys.argv[1:]]),
+        "commit": options.commit,
+        "machine": machine(),
+        "rows": [],
+    }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers
+    for name in options.shapes:
+        for found in measure(options.models / name, options):
+            result["rows"].append(found)
+            options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["rows"], indent=1))
+    return 0
+
+
+def write_shape(
+    folder: Path, hidden: int, intermediate: int, layers: int, heads: int, kv: int, experts: int
+) -> None:
+    """A checkpoint with the demo's tokenizer and random weights."""
+    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+
+    sizes = (hidden, intermediate, layers, heads, kv, 128, 151936, experts)
+    form = "bf16" if folder.name == "bf16" else "modelopt"
+    write_checkpoint(folder, Shape(*sizes), form, w4a4=form != "bf16")
+    for path in (ROOT / "models" / "nibble-demo-nvfp4").iterdir():
+        if path.name.startswith("tokenizer") or path.suffix == ".jinja":
+            shutil.copy(path, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 40960}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def measure(model: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    servers: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for side in PORTS:
+            servers[side] = start(side, model, options)
+        for side, server in servers.items():
+            wait_until_ready(PORTS[side], server)
+        for streams in options.streams:
+            yield row(model.name, streams)
+    finally:
+        for server in servers.values():
+            server.send_signal(signal.SIGTERM)
+        for server in servers.values():
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    environ = dict(os.environ) | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if side == "stock":
+        words = ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        words += ["--served-model-name", "default", "--port", str(PORTS[side])]
+        words += ["--gpu-memory-utilization", "0.4"]
+        words += ["--kv-cache-memory-bytes", str(options.kv_bytes), "--max-model-len", "40960"]
+        environ["VLLM_PLUGINS"] = ""
+    else:
+        words = ["-m", "nibble", "serve", str(model)]
+        environ |= {
+            "PORT": str(PORTS[side]),
+            "NIBBLE_CONTROL_PORT": str(CONTROL_PORT),
+            "NIBBLE_KV_CACHE_BYTES": str(options.kv_bytes),
+            "GPU_MEMORY_UTIL": "0.4",
+            "MAX_MODEL_LEN": "40960",
+            "NIBBLE_CANARY": "off",
+            "NIBBLE_REFERENCE": "off",
+            "NIBBLE_KERNEL_ASSERTION": "warn",
+        }
+    log = (options.logs / f"{side}-{model.name}.log").open("wb")
+    return subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise SystemExit(f"the server on port {port} ended with {process.returncode}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.3)
+    raise SystemExit(f"the server on port {port} is not ready after {START_S:.0f} s")
+
+
+def row(model: str, streams: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {side: [] for side in PORTS}
+    for port in PORTS.values():
+        asyncio.run(load(port, streams, 64))  # compiles and captures
+    before = steps()
+    for number in range(ROUNDS):
+        for side in PORTS if number % 2 == 0 else reversed(PORTS):
+            times[side].append(asyncio.run(load(PORTS[side], streams, TOKENS_OUT)))
+    taken = {name: count - before.get(name, 0.0) for name, count in steps().items()}
+    stock, nibble = (round(min(times[side]), 3) for side in PORTS)
+    found = {
+        "model": model,
+        "streams": streams,
+        "stock_ms": stock,
+        "nibble_ms": nibble,
+        "ratio": round(stock / nibble, 2),
+        "steady_share": round(taken.get("steady", 0.0) / max(sum(taken.values()), 1.0), 3),
+        "steps": {name: int(count) for name, count in taken.items() if count},
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+async def load(port: int, streams: int, tokens: int) -> float:
+    """The median time between tokens, in ms."""
+    import aiohttp
+
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        asked = (stream(session, url, tokens, number) for number in range(streams))
+        return 1e3 * statistics.median(await asyncio.gather(*asked))
+
+
+async def stream(session: Any, url: str, tokens: int, seed: int) -> float:
+    rng = random.Random(seed + 1000 * tokens)
+    body = {
+        "model": "default",
+        "prompt": [rng.randrange(300, 3000) for _ in range(TOKENS_IN)],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    first = last = 0.0
+    async with session.post(url, json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                last = time.perf_counter()
+                first = first or last
+    return (last - first) / (tokens - 1)
+
+
+def steps() -> dict[str, float]:
+    """nibble's counter of steps, by reason."""
+    try:
+        url = f"http://127.0.0.1:{PORTS['nibble']}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as page:
+            lines = page.read().decode().splitlines()
+    except OSError as error:
+        print(f"no steps are counted: {error}", file=sys.stderr)
+        return {}
+    found = {}
+    for line in lines:
+        if line.startswith("nibble_engine_steps_total{"):
+            labels, _, value = line.rpartition(" ")
+            found[labels.partition('reason="')[2].partition('"')[0]] = float(value)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""Answers with and without steps from CUDA graphs: tokens, log-probs and finish reasons.
+
+    python benchmarks/step_graph_equality.py [--model FOLDER] [--requests 300] [--seed 0]
+        [--passes off off on on] [--out benchmarks/results/step_graph_equality.json]
+
+Needs a GPU. One engine gets the same requests several times: prompts of 1 to 1500 tokens, all
+samplers with seeds, stop tokens, `n`, log-probs, penalties, aborts, arrivals during decode, shared
+prefixes, and few cache blocks, so that requests are preempted. It takes requests between its steps,
+so each pass sees the same batches. A pass is `off` (vLLM's path), `on`, or `inputs` (graphs without
+the sampler). What differs between two passes `off` is not the graphs' doing. One engine, because
+two engines may tune kernels differently. Also times a decode step for each number of streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+RESULT = ROOT / "benchmarks" / "results" / "step_graph_equality.json"
+STREAMS = (1, 8, 16, 32, 64)
+TIMED_STEPS, VOCABULARY = 300, 3000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("/tmp/shapes/dense2"))
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--passes", nargs="+", default=["off", "off", "on", "on"])
+    parser.add_argument("--blocks", type=int, default=600, help="of the KV cache")
+    parser.add_argument("--timing", nargs="*", default=[], help="passes to time, such as off on")
+    parser.add_argument("--profile", action="store_true", help="print where the host's time goes")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    result = run(options)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    return 1 if any(row["different"] for row in result["compared"]) else 0
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    from machine import machine
+
+    engine = new_engine(options)
+    path = PathOfSteps(engine)
+    requests = mixed_requests(options.requests, random.Random(options.seed))
+    kinds = {request["id"]: request["kind"] for request in requests}
+    passes: list[dict[str, Any]] = []
+    for mode in options.passes:
+        path.take(mode)
+        began = time.monotonic()
+        answers = ask_mixed(engine, requests)
+        passes.append({"mode": mode, "answers": answers, "steps": path.counts()})
+        passes[-1]["preemptions"] = path.preemptions()
+        seconds, taken = time.monotonic() - began, passes[-1]
+        print(f"{mode}: {len(answers)} answers in {seconds:.1f} s", flush=True)
+        print(f"{mode}: {taken['steps']}, {taken['preemptions']} preemptions", flush=True)
+        engine.reset_prefix_cache()
+    step_ms = []
+    for mode in options.timing:
+        path.take(mode)
+        step_ms.append({"mode": mode} | {str(n): step_time(engine, n) for n in STREAMS})
+        print(step_ms[-1], flush=True)
+        if options.profile:
+            profile(engine)
+    return {
+        "what": "tokens, log-probs, finish reasons and texts of passes, compared with the first",
+        "model": options.model.name,
+        "seed": options.seed,
+        "requests": options.requests,
+        "machine": machine(),
+        "compared": [compared(passes[0], other, kinds) for other in passes[1:]],
+        "passes": [{k: v for k, v in one.items() if k != "answers"} for one in passes],
+        "step_ms": step_ms,
+    }
+
+
+def compared(first: dict[str, Any], other: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
+    """One pass compared with the first."""
+    wanted, found = first["answers"], other["answers"]
+    different = [name for name in sorted(wanted) if wanted[name] != found.get(name)]
+    return {
+        "mode": other["mode"],
+        "answers": len(wanted),
+        "tokens": sum(len(answer[0]) for answer in wanted.values()),
+        "different": len(different),
+        "kinds": sorted({kinds[name.partition("#")[0]] for name in different}),
+        "examples": [describe(name, wanted[name], found.get(name)) for name in different[:6]],
+    }
+
+
+def describe(name: str, wanted: list[Any], found: list[Any] | None) -> str:
+    """Where two answers part."""
+    if found is None:
+        return f"{name}: no answer"
+    pairs = [zip(a, b, strict=False) for a, b in zip(wanted[:2], found[:2], strict=True)]
+    token, logprob = (next((i for i, (a, b) in enumerate(p) if a != b), None) for p in pairs)
+    return (
+        f"{name}: token {token} of {len(wanted[0])}, log-prob {logprob}, {wanted[2:4]} {found[2:4]}"
+    )
+
+
+def new_engine(options: argparse.Namespace) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    llm = LLM(
+        str(options.model),
+        max_model_len=2048,
+        max_num_seqs=64,
+        num_gpu_blocks_override=options.blocks,
+        kv_cache_memory_bytes=4 << 30,
+        gpu_memory_utilization=0.3,
+        disable_log_stats=True,
+        seed=0,
+    )
+    return llm.llm_engine
+
+
+class PathOfSteps:
+    """Chooses the path of an engine's steps, and counts."""
+
+    def __init__(self, engine: Any) -> None:
+        core = engine.engine_core.engine_core
+        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._graphs, self._new_batch = self._runner._graphs, self._runner._new_batch
+        self._counted: dict[str, int] = {}
+        self._preempted = 0
+        preempt = core.scheduler._preempt_request
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            self._preempted += 1
+            return preempt(*arguments, **more)
+
+        core.scheduler._preempt_request = counted
+
+    def take(self, mode: str) -> None:
+        self._runner._graphs = None if mode == "off" else self._graphs
+        self._runner._new_batch = self._without_sampler if mode == "inputs" else self._new_batch
+
+    def _without_sampler(self, *arguments: Any) -> Any:
+        batch = self._new_batch(*arguments)
+        if not isinstance(batch, str):
+            batch.refusal = "random_sampler"
+        return batch
+
+    def counts(self) -> dict[str, int]:
+        """Steps since the last call, by reason."""
+        now = self._runner.step_counter.to_json()
+        before, self._counted = self._counted, now
+        return {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}
+
+    def preemptions(self) -> int:
+        """Since the last call."""
+        before, self._preempted = self._preempted, 0
+        return before
+
+
+def mixed_requests(count: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Requests with the step at which they arrive, and for some the tokens after which they are
+    aborted.
+    """
+    shared = [rng.randrange(300, VOCABULARY) for _ in range(700)]
+    kinds = sampling_kinds()
+    requests, step = [], 0
+    for number in range(count):
+        kind = rng.choice(sorted(kinds))
+        length = rng.choice((1, 2, 15, 16, 17, rng.randint(1, 200), rng.randint(200, 1500)))
+        ids = [rng.randrange(300, VOCABULARY) for _ in range(length)]
+        if rng.random() < 0.25:
+            ids = shared[: rng.randint(16, 700)] + ids[:100]
+        if rng.random() < 0.3:
+            step += rng.randint(1, 25)
+        requests.append(
+            {
+                "id": f"r{number}",
+                "kind": kind,
+                "prompt": ids,
+                "step": step,
+                "params": kinds[kind] | {"seed": number, "max_tokens": rng.randint(1, 160)},
+                "abort_after": rng.randint(1, 40) if rng.random() < 0.05 else None,
+            }
+        )
+    return requests
+
+
+def sampling_kinds() -> dict[str, dict[str, Any]]:
+    return {
+        "greedy": {"temperature": 0.0, "ignore_eos": True},
+        "greedy_2": {"temperature": 0.0},
+        "greedy_3": {"temperature": 0.0, "ignore_eos": True, "logprobs": 3},
+        "greedy_penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 1},
+        "plain": {"temperature": 1.0},
+        "warm": {"temperature": 0.7},
+        "top_k": {"temperature": 0.9, "top_k": 20},
+        "top_p": {"temperature": 0.9, "top_p": 0.8},
+        "top_k_top_p": {"temperature": 1.1, "top_k": 50, "top_p": 0.9, "logprobs": 5},
+        "min_p": {"temperature": 0.8, "min_p": 0.05},
+        "penalties": {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+        "bias": {"temperature": 0.8, "logit_bias": {400: 5.0, 500: -100.0}, "logprobs": 0},
+        "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(300, 400))},
+        "bad_words": {"temperature": 0.0, "bad_words": ["a", " the", "one two"]},
+        "stop_ids": {
+            "temperature": 1.0,
+            "allowed_token_ids": list(range(300, 1200)),
+            "stop_token_ids": list(range(300, 420)),
+            "min_tokens": 5,
+        },
+        "stop_string": {"temperature": 1.0, "stop": ["e", "xyz"], "min_tokens": 2},
+        "four": {"temperature": 0.9, "n": 4},
+        "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 2},
+    }
+
+
+def ask_mixed(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answers: id#index -> tokens, log-probs, finish and stop reason."""
+    from vllm import SamplingParams
+
+    waiting, answers, aborts = list(requests), dict[str, Any](), dict[str, int]()
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[0]["step"] <= step:
+            request = waiting.pop(0)
+            params = SamplingParams(**request["params"])
+            engine.add_request(request["id"], {"prompt_token_ids": request["prompt"]}, params)
+            if request["abort_after"]:
+                aborts[request["id"]] = request["abort_after"]
+        for output in engine.step():
+            for one in output.outputs:
+                answers[f"{output.request_id}#{one.index}"] = recorded(one)
+            limit = aborts.get(output.request_id)
+            if limit and len(output.outputs[0].token_ids) >= limit and not output.finished:
+                engine.abort_request([output.request_id])
+                del aborts[output.request_id]
+        step += 1
+    return answers
+
+
+def recorded(one: Any) -> list[Any]:
+    """One completion, as JSON keeps it."""
+    logprobs = [
+        sorted((token, value.logprob, value.rank) for token, value in position.items())
+        for position in one.logprobs or ()
+    ]
+    return json.loads(
+        json.dumps([list(one.token_ids), logprobs, one.finish_reason, one.stop_reason, one.text])
+    )
+
+
+def step_time(engine: Any, streams: int) -> float:
+    """Milliseconds of a decode step: the median of the second half of three runs' steps."""
+    times: list[float] = []
+    for run in range(3):
+        began = begin_streams(engine, streams, f"t{streams}-{run}")
+        while engine.has_unfinished_requests():
+            engine.step()
+            now = time.perf_counter()
+            times.append(now - began)
+            began = now
+        times = times if run else []  # the first run captures
+    decode = times[len(times) // 2 :]
+    return round(1e3 * statistics.median(decode), 3)
+
+
+def begin_streams(engine: Any, streams: int, name: str) -> float:
+    from vllm import SamplingParams
+
+    rng = random.Random(name)
+    for number in range(streams):
+        ids = [rng.randrange(300, VOCABULARY) for _ in range(16)]
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=TIMED_STEPS)
+        engine.add_request(f"{name}-{number}", {"prompt_token_ids": ids}, params)
+    return time.perf_counter()
+
+
+def profile(engine: Any) -> None:
+    """Print the functions that take the host's time, at 16 streams."""
+    import cProfile
+    import pstats
+
+    begin_streams(engine, 16, "profile")
+    for _ in range(40):
+        engine.step()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(200):
+        engine.step()
+    profiler.disable()
+    while engine.has_unfinished_requests():
+        engine.step()
+    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(45)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Reads from vLLM's objects what decides whether steps may run from graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from nibble.engine.plugin.step_graph.qualify import SamplerTables
+
+# logit bias, penalties, bad words (vllm 0.32 sample/sampler.py:79); a custom one reads the host
+_PROCESSORS = 3
+
+
+def engine_facts(runner: Any) -> dict[str, bool]:
+    """What rules graphs of whole steps out for an engine: name -> whether it is so."""
+    parallel, sampler, model = runner.parallel_config, runner.sampler, runner.model_config
+    return {
+        "more than one GPU": parallel.world_size_across_dp > 1,
+        "speculative decoding": runner.speculator is not None or runner.num_speculative_steps > 0,
+        "adapters": runner.lora_config is not None,
+        "inputs as embeddings": runner.uses_inputs_embeds,
+        "a pooling model": runner.is_pooling_model,
+        "a model with other state than the KV cache": type(runner.model_state)
+        is not DefaultModelState,
+        "a KV connector": runner.kv_connector is not NO_OP_KV_CONNECTOR,
+        "an encoder connector": runner.vllm_config.ec_transfer_config is not None,
+        "auxiliary outputs": runner.aux_output_connector is not None,
+        "zeroed cache blocks": runner.kv_block_zeroer is not None,
+        "microbatches": runner.ubatch_runner is not None,
+        "fast prefill": runner.fast_prefill is not None,
+        "reference windows": model.rswa_window is not None,
+        "another sampler": type(sampler) is not Sampler
+        or len(getattr(sampler, "logits_processors", ())) != _PROCESSORS
+        or sampler.trace_replay_state is not None
+        or sampler.return_sampling_mask
+        or sampler.compute_nans
+        or sampler.use_xpu_sampler,
+        "no CUDA graph of the model": not runner.cudagraph_manager.graphs,
+        "another attention backend": not all(
+            _is_planned_on_device(group.get_metadata_builder(0))
+            for groups in runner.attn_groups
+            for group in groups
+        ),
+    }
+
+
+def _is_planned_on_device(builder: Any) -> bool:
+    """Whether a backend plans its work on the device alone.
+
+    FlashAttention 3 compares a sliding window with the longest request, which only the host knows.
+    """
+    if type(builder) is TritonAttentionMetadataBuilder:
+        return True
+    if type(builder) is not FlashAttentionMetadataBuilder:
+        return False
+    return not builder.aot_schedule or builder.aot_sliding_window in (None, (-1, -1))
+
+
+def sampler_tables(sampler: Any) -> SamplerTables:
+    """The sampler's host tables. They are written in place (vllm 0.32 sample/states.py:45)."""
+    states, thinking = sampler.sampling_states, sampler.thinking_budget_state
+    bias, penalties, bad_words = sampler.logits_processors
+    return SamplerTables(
+        needs_processing=sampler.needs_logits_processing,
+        use_bias=bias.use_logit_bias,
+        restores=bias.restore_when_all_masked.np,
+        use_penalty=penalties.use_penalty,
+        bad_words=bad_words.num_bad_words.np,
+        temperature=states.temperature.np,
+        min_p=states.min_p.np,
+        top_k=states.top_k.np,
+        top_p=states.top_p.np,
+        seeds_set=states.seeds_set,
+        vocabulary=states.vocab_size,
+        thinking=thinking.use_thinking_budget if thinking.enabled else None,
+        has_fused_sampler=sampler.use_flashinfer,
+        processed_logprobs=sampler.logprobs_mode.startswith("processed"),
+    )

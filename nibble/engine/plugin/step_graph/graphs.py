@@ -1,0 +1,249 @@
+"""CUDA graphs of what surrounds the model in a decode step: its inputs, and sampling.
+
+vLLM captures the model alone (vllm 0.32 v1/worker/gpu/cudagraph_utils.py:381). The functions that
+are captured here are vLLM's, with the tensors of one batch size at fixed addresses. They launch
+what they launch in a step of vLLM, so the results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import vllm.envs as envs
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.sample.ops import topk_topp_triton
+from vllm.v1.worker.gpu.input_batch import (
+    InputBatch,
+    combine_sampled_and_draft_tokens,
+    prepare_pos_seq_lens,
+)
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from nibble.engine.plugin.step_graph.changes import BlockChanges, PinnedRing
+from nibble.engine.plugin.step_graph.qualify import Sampling
+
+Result = TypeVar("Result")
+_USES_BEFORE_CAPTURE = 3
+_MAX_SAMPLERS = 512
+
+
+@dataclass
+class CapturedSampler:
+    """A graph that samples; `output` are its tensors. `held` keeps buffers that vLLM may replace by
+    larger ones, which the graph still reads.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    output: SamplerOutput
+    held: list[Any]
+
+
+@dataclass
+class BatchSize:
+    """Tensors and graphs for one number of requests."""
+
+    desc: Any  # of the model's graph
+    batch: InputBatch
+    starts: torch.Tensor  # where each request's tokens start, padded
+    inputs: torch.cuda.CUDAGraph | None = None
+    samplers: dict[Sampling, CapturedSampler] = field(default_factory=dict)
+    uses: dict[Sampling, int] = field(default_factory=dict)  # before the capture
+
+
+class StepGraphs:
+    """The graphs of vLLM's model runner (vllm 0.32 v1/worker/gpu/model_runner.py)."""
+
+    def __init__(self, runner: Any, depth: int) -> None:
+        self._runner = runner
+        slots, self._device = runner.max_num_reqs, runner.device
+        self._slots = torch.zeros(slots, dtype=torch.int64, device=self._device)
+        self._ring = PinnedRing(slots, torch.int64, depth)
+        self.changes = BlockChanges(runner.block_tables, depth)
+        self._stream = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self.sizes: dict[int, BatchSize | None] = {}
+        self.changes.apply()  # compiles the kernel
+        torch.cuda.synchronize()
+
+    def size(self, requests: int) -> BatchSize | None:
+        """None if the model has no graph for this number of requests."""
+        if requests not in self.sizes:
+            desc = self._runner.cudagraph_manager.dispatch(requests, requests, 1, 0, 1)
+            graphs = self._runner.cudagraph_manager.graphs
+            is_whole = desc.cg_mode == CUDAGraphMode.FULL and desc in graphs
+            self.sizes[requests] = self._new_size(requests, desc) if is_whole else None
+        return self.sizes[requests]
+
+    def send_slots(self, size: BatchSize, slots: np.ndarray, ids: list[str]) -> None:
+        """Make a batch of the requests `ids` in these slots."""
+        tensor, array = self._ring.take()
+        array[: len(slots)] = slots
+        self._slots[: len(slots)].copy_(tensor[: len(slots)], non_blocking=True)
+        size.batch.req_ids, size.batch.idx_mapping_np = ids, slots
+
+    def capture_inputs(self, size: BatchSize) -> None:
+        """Capture the inputs of a batch size, once. Changes nothing else."""
+        if size.inputs is None:
+            size.inputs, _ = self._captured(lambda: self._prepare(size))
+
+    def is_rare(self, size: BatchSize, sampling: Sampling) -> bool:
+        """Whether a capture does not pay yet: it takes about as long as four steps."""
+        if sampling in size.samplers:
+            return False
+        size.uses[sampling] = size.uses.get(sampling, 0) + 1
+        return size.uses[sampling] <= _USES_BEFORE_CAPTURE
+
+    def capture_sampler(self, size: BatchSize, sampling: Sampling) -> None:
+        """Capture the sampler for the batch that `size` holds. Changes nothing else."""
+        sizes = [one for one in self.sizes.values() if one is not None]
+        if sum(len(one.samplers) for one in sizes) >= _MAX_SAMPLERS:
+            torch.cuda.synchronize()
+            for one in sizes:
+                one.samplers.clear()
+        graph, output = self._captured(lambda: self._sample(size))
+        size.samplers[sampling] = CapturedSampler(graph, output, _replaceable_buffers())
+
+    def run_model(self, size: BatchSize) -> torch.Tensor:
+        """Prepare the inputs and run the model. Returns the hidden states."""
+        assert size.inputs is not None
+        size.inputs.replay()
+        return self._runner.cudagraph_manager.run_fullgraph(size.desc)
+
+    def sample(self, size: BatchSize, sampling: Sampling) -> SamplerOutput:
+        """Sample, and advance the requests' state. The tensors are valid until the next step."""
+        captured = size.samplers[sampling]
+        captured.graph.replay()
+        return captured.output
+
+    def _new_size(self, requests: int, desc: Any) -> BatchSize:
+        runner, device = self._runner, self._device
+        buffers, padded = runner.input_buffers, desc.num_reqs
+        starts = np.minimum(np.arange(runner.max_num_reqs + 1, dtype=np.int32), requests)
+        slots = self._slots[:requests]
+        batch = InputBatch(
+            req_ids=[],
+            num_reqs=requests,
+            num_reqs_after_padding=padded,
+            idx_mapping=slots,
+            idx_mapping_np=np.zeros(requests, dtype=np.intp),
+            expanded_idx_mapping=slots,
+            expanded_local_pos=torch.zeros(requests, dtype=torch.int32, device=device),
+            num_scheduled_tokens=np.ones(requests, dtype=np.int32),
+            num_tokens=requests,
+            num_tokens_after_padding=desc.num_tokens,
+            num_draft_tokens=0,
+            num_draft_tokens_per_req=None,
+            query_start_loc=buffers.query_start_loc[: padded + 1],
+            query_start_loc_np=starts[: padded + 1],
+            seq_lens=buffers.seq_lens[:padded],
+            # Only its maximum counts, where a backend plans for the longest request.
+            seq_lens_cpu_upper_bound=torch.full((padded,), runner.max_model_len, dtype=torch.int32),
+            dcp_local_seq_lens=None,
+            num_computed_tokens_np=np.zeros(requests, dtype=np.int32),
+            prefill_len_np=np.zeros(requests, dtype=np.int32),
+            num_computed_prefill_tokens_np=np.zeros(requests, dtype=np.int32),
+            is_prefilling_np=np.zeros(requests, dtype=np.bool_),
+            has_prefill=False,
+            decode_graph_eligible=True,
+            input_ids=buffers.input_ids[: desc.num_tokens],
+            positions=buffers.positions[: desc.num_tokens],
+            is_padding=buffers.is_padding[: desc.num_tokens],
+            logits_indices=torch.arange(requests, dtype=torch.int64, device=device),
+            cu_num_logits=torch.arange(requests + 1, dtype=torch.int32, device=device),
+            cu_num_logits_np=np.arange(requests + 1, dtype=np.int32),
+            has_structured_output_reqs=False,
+            prompt_lens=None,
+        )
+        return BatchSize(desc, batch, torch.from_numpy(starts).to(device))
+
+    def _prepare(self, size: BatchSize) -> None:
+        """GPUModelRunner.prepare_inputs and the rest up to the model, for one token a request."""
+        runner, batch = self._runner, size.batch
+        buffers, states = runner.input_buffers, runner.req_states
+        self.changes.apply()
+        if envs.VLLM_MOE_SKIP_PADDING:
+            batch.is_padding[: batch.num_tokens].fill_(False)
+            batch.is_padding[batch.num_tokens :].fill_(True)
+        buffers.query_start_loc.copy_(size.starts)
+        prepare_pos_seq_lens(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            states.num_computed_tokens.gpu,
+            buffers.positions,
+            buffers.seq_lens,
+        )
+        batch.logits_indices = combine_sampled_and_draft_tokens(
+            buffers.input_ids,
+            batch.idx_mapping,
+            states.last_sampled_tokens,
+            batch.query_start_loc,
+            batch.seq_lens,
+            states.prefill_len.gpu,
+            states.draft_tokens,
+            batch.cu_num_logits,
+            batch.num_reqs,
+            runner.model_state.num_new_sampled_tokens_per_step,
+        )
+        block_tables, slot_mappings = runner.prepare_attn(batch)
+        runner.model_state.prepare_attn(
+            batch,
+            CUDAGraphMode.FULL,
+            block_tables,
+            slot_mappings,
+            runner.attn_groups,
+            runner.kv_cache_config,
+        )
+        runner.model_state.prepare_inputs(batch, states)
+
+    def _sample(self, size: BatchSize) -> SamplerOutput:
+        """GPUModelRunner.sample_tokens, without what the host reads."""
+        runner, batch = self._runner, size.batch
+        hidden = runner.cudagraph_manager.hidden_states[: size.desc.num_tokens]
+        output, num_sampled, num_rejected = runner.sample(hidden, batch, None)
+        runner.postprocess_sampled(
+            batch.idx_mapping,
+            output.sampled_token_ids,
+            num_sampled,
+            num_rejected,
+            batch.query_start_loc,
+        )
+        return output
+
+    def _captured(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """A graph of `work`. Other threads may use the GPU meanwhile."""
+        graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        torch.cuda.synchronize()
+        was_enabled = gc.isenabled()
+        gc.disable()  # a collection could free tensors of the device, which a capture forbids
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_stream(main)
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+            main.wait_stream(self._stream)
+        finally:
+            if was_enabled:
+                gc.enable()
+        return graph, result
+
+
+def _replaceable_buffers() -> list[Any]:
+    """Buffers of vLLM's top-k and top-p kernels (vllm 0.32 topk_topp_triton.py:31)."""
+    caches = (
+        topk_topp_triton._TRITON_BUFFER_CACHE,
+        topk_topp_triton._TRITON_TABLE_CACHE,
+        topk_topp_triton._TRITON_SPLIT_CACHE,
+    )
+    return [
+        dict(value) if isinstance(value, dict) else value
+        for cache in caches
+        for value in cache.values()
+    ]

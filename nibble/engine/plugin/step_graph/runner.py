@@ -1,0 +1,226 @@
+"""vLLM's V2 model runner with steps that run from CUDA graphs as a whole.
+
+A step that does not qualify takes vLLM's path. All state of requests stays where vLLM keeps it, so
+either path continues what the other left.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.cudagraph_utils import make_cudagraph_stats
+from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
+
+from nibble.engine.contract import STEP_REASONS, Options
+from nibble.engine.plugin.step_graph.changes import NewBlocks, PinnedRing
+from nibble.engine.plugin.step_graph.counts import Counter, pulse_folder
+from nibble.engine.plugin.step_graph.facts import engine_facts, sampler_tables
+from nibble.engine.plugin.step_graph.graphs import BatchSize, StepGraphs
+from nibble.engine.plugin.step_graph.output import StepOutput
+from nibble.engine.plugin.step_graph.qualify import (
+    STEADY,
+    Sampling,
+    is_prefilling,
+    refusal_of_engine,
+    refusal_of_schedule,
+    sampling_of,
+)
+from nibble.engine.plugin.step_graph.tables import fix_addresses
+
+logger = init_logger(f"vllm.{__name__}")
+_MAX_REQUESTS = 128  # beyond, the GPU's time exceeds the host's
+
+
+@dataclass
+class Batch:
+    """The requests of the last step, and what follows from them."""
+
+    ids: list[str]
+    indices: dict[str, int]
+    slots: np.ndarray
+    size: BatchSize
+    sampling: Sampling
+    refusal: str  # of the sampler
+
+
+class StepGraphRunner(GPUModelRunner):
+    """Replaces vLLM's GPUModelRunner."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        options = Options.from_config(vllm_config.additional_config)
+        self._is_asked = options.step_graph == "on"
+        if self._is_asked:
+            fix_addresses()
+        super().__init__(vllm_config, device)
+        self._graphs: StepGraphs | None = None
+        self._batch: Batch | None = None
+        self._to_sample: Batch | None = None
+        self._has_failed = False
+        self._seen: set[int] = set()
+        self.step_counter = Counter(pulse_folder())
+
+    def initialize_kv_cache(self, *arguments: Any, **options: Any) -> None:
+        self._graphs = self._batch = None
+        super().initialize_kv_cache(*arguments, **options)
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        taken = super().capture_model(profile_only=profile_only)
+        if self._is_asked and not profile_only:
+            self._begin()
+        return taken
+
+    @torch.inference_mode()
+    def _begin(self) -> None:
+        refusal = refusal_of_engine(engine_facts(self))
+        if refusal:
+            logger.info("Decode steps take vLLM's path: %s (docs/step_graph.md)", refusal)
+            return
+        depth = self.vllm_config.max_concurrent_batches + 2
+        self._tables = sampler_tables(self.sampler)
+        self._ring = PinnedRing(self.max_num_reqs, torch.int64, depth)
+        self._graphs = StepGraphs(self, depth)
+        logger.info("Decode steps run from CUDA graphs where the batch allows it")
+
+    @torch.inference_mode()
+    def execute_model(
+        self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        self._to_sample = None
+        if self._graphs is None or dummy_run:
+            self._batch = None
+            return super().execute_model(
+                scheduler_output, intermediate_tensors, dummy_run, **options
+            )
+        reason = self._run_graphs(scheduler_output)
+        self.step_counter.add(reason or "steady")
+        if STEP_REASONS.get(reason) == "vllm":
+            self._batch = None
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        return None
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        batch, self._to_sample = self._to_sample, None
+        if batch is None or self._graphs is None:
+            return super().sample_tokens(grammar_output)
+        sampled = self._graphs.sample(batch.size, batch.sampling)
+        return StepOutput(batch.ids, batch.indices, sampled, self._ring, self._stats(batch))
+
+    def _run_graphs(self, output: Any) -> str:
+        """Run the model from graphs if the step allows it. Returns the step's reason; nothing has
+        changed if its path is vLLM's.
+        """
+        graphs = self._graphs
+        assert graphs is not None
+        if reason := refusal_of_schedule(output):
+            return reason
+        cached = output.scheduled_cached_reqs
+        ids = list(output.num_scheduled_tokens)
+        if cached.req_ids != ids:
+            return "unsupported"
+        computed = np.array(cached.num_computed_tokens, dtype=np.int32)
+        last = self._batch
+        batch = last if last is not None and last.ids == ids else self._new_batch(ids, computed)
+        if isinstance(batch, str):
+            return batch
+        new_blocks: list[tuple[int, NewBlocks]] = []
+        if any(cached.new_block_ids):
+            pairs = zip(batch.slots.tolist(), cached.new_block_ids, strict=True)
+            new_blocks = [(slot, blocks) for slot, blocks in pairs if blocks]
+            if not graphs.changes.has_room(new_blocks):
+                return "cache_blocks"
+        self.finish_requests(output)
+        self.req_states.num_computed_tokens_np[batch.slots] = computed
+        if batch is not last:
+            graphs.send_slots(batch.size, batch.slots, ids)
+            self._batch = batch
+        if new_blocks:
+            graphs.changes.send(new_blocks)
+        hidden_states = graphs.run_model(batch.size)
+        return self._choose_sampler(batch, output, computed, hidden_states)
+
+    def _new_batch(self, ids: list[str], computed: np.ndarray) -> Batch | str:
+        """A batch of these requests, or the reason against it."""
+        graphs = self._graphs
+        assert graphs is not None
+        if len(ids) > _MAX_REQUESTS or (size := graphs.size(len(ids))) is None:
+            return "no_graph"
+        indices = self.req_states.req_id_to_index
+        slots = np.fromiter((indices[one] for one in ids), dtype=np.intp, count=len(ids))
+        if is_prefilling(computed, self.req_states.prefill_len.np[slots]):
+            return "prefill"
+        assert self.sampler is not None
+        logprobs = self.sampler.get_logprobs_dims(slots)
+        sampling, refusal = sampling_of(self._tables, slots, logprobs)
+        if STEP_REASONS.get(refusal) == "vllm":
+            return refusal
+        if len(ids) not in self._seen:  # vLLM's step compiles and warms what the capture records
+            self._seen.add(len(ids))
+            return "new_batch_size"
+        if not self._is_captured("inputs", lambda: graphs.capture_inputs(size)):
+            return "capture_failed"
+        return Batch(ids, {one: i for i, one in enumerate(ids)}, slots, size, sampling, refusal)
+
+    def _is_captured(self, what: str, capture: Callable[[], None]) -> bool:
+        """Whether a capture succeeds. After a failure, steps take vLLM's path for good."""
+        if self._has_failed:
+            return False
+        try:
+            capture()
+        except Exception:
+            self._has_failed = True
+            logger.warning(
+                "Decode steps take vLLM's path: the capture of a step's %s failed. Set"
+                " NIBBLE_STEP_GRAPH=off to avoid the attempt.", what, exc_info=True,
+            )  # fmt: skip
+        return not self._has_failed
+
+    def _choose_sampler(
+        self, batch: Batch, output: Any, computed: np.ndarray, hidden_states: torch.Tensor
+    ) -> str:
+        """Have `sample_tokens` sample from a graph, or by vLLM's code. Returns the reason."""
+        graphs, size = self._graphs, batch.size
+        assert graphs is not None
+        reason = batch.refusal
+        if not reason and graphs.is_rare(size, batch.sampling):
+            reason = "new_sampling"
+        elif not reason and batch.sampling not in size.samplers:
+            capture = functools.partial(graphs.capture_sampler, size, batch.sampling)
+            reason = STEADY if self._is_captured("sampler", capture) else "new_sampling"
+        if not reason:
+            self._to_sample = batch
+            return STEADY
+        self._leave_sampling(batch, output, computed, hidden_states)
+        return reason
+
+    def _leave_sampling(
+        self, batch: Batch, output: Any, computed: np.ndarray, hidden_states: torch.Tensor
+    ) -> None:
+        """Let vLLM's `sample_tokens` continue."""
+        of_step, prefill_len = batch.size.batch, self.req_states.prefill_len.np[batch.slots]
+        of_step.num_computed_tokens_np, of_step.prefill_len_np = computed, prefill_len
+        of_step.num_computed_prefill_tokens_np = np.minimum(computed, prefill_len)
+        self.execute_model_state = ExecuteModelState(
+            input_batch=of_step,
+            attn_metadata=None,
+            slot_mappings_by_layer=None,
+            hidden_states=hidden_states,
+            aux_hidden_states=None,
+            dp_sync_state=None,
+            finished_req_ids=output.finished_req_ids,
+            ec_connector_output=None,
+            cudagraph_stats=self._stats(batch),
+            num_spec_tokens_to_schedule=0,
+        )
+
+    def _stats(self, batch: Batch) -> Any:
+        if not self.observability_config.cudagraph_metrics:
+            return None
+        return make_cudagraph_stats(batch.size.desc, len(batch.ids))

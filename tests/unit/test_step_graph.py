@@ -1,0 +1,245 @@
+"""Which steps run from CUDA graphs, how they are counted, and the option."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from nibble.engine.contract import PULSE_FOLDER, STEP_REASONS, StepCounts, StepPath, steps_file
+from nibble.engine.plugin.step_graph.counts import Counter, pulse_folder, read_counts, report_metric
+from nibble.engine.plugin.step_graph.qualify import (
+    STEADY,
+    SamplerTables,
+    Sampling,
+    is_prefilling,
+    refusal_of_engine,
+    refusal_of_schedule,
+    sampling_of,
+)
+from nibble.plan.gather import plan_for, read_wishes
+from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
+
+FLAG = "--additional-config"
+
+
+def schedule(**changed: Any) -> SimpleNamespace:
+    """A SchedulerOutput of two requests, one token each."""
+    cached = SimpleNamespace(resumed_req_ids=changed.pop("resumed", set()))
+    plain: dict[str, Any] = {
+        "scheduled_new_reqs": [],
+        "scheduled_cached_reqs": cached,
+        "num_scheduled_tokens": {"a": 1, "b": 1},
+        "total_num_scheduled_tokens": 2,
+        "scheduled_spec_decode_tokens": {},
+        "scheduled_encoder_inputs": {},
+        "finished_req_ids": set(),
+        "free_encoder_mm_hashes": [],
+        "preempted_req_ids": None,
+        "has_structured_output_requests": False,
+        "new_block_ids_to_zero": None,
+        "kv_cache_block_copies": None,
+        "num_spec_tokens_to_schedule": 0,
+    }
+    return SimpleNamespace(**plain | changed)
+
+
+def test_one_token_for_each_request_is_steady_also_when_others_end() -> None:
+    assert refusal_of_schedule(schedule()) == STEADY
+    assert refusal_of_schedule(schedule(finished_req_ids={"c"})) == STEADY
+
+
+@pytest.mark.parametrize(
+    ("reason", "changed"),
+    [
+        ("empty", {"num_scheduled_tokens": {}, "total_num_scheduled_tokens": 0}),
+        ("arrival", {"scheduled_new_reqs": [object()]}),
+        ("preemption", {"preempted_req_ids": {"c"}}),
+        ("preemption", {"resumed": {"a"}}),
+        ("drafts", {"scheduled_spec_decode_tokens": {"a": [1]}, "total_num_scheduled_tokens": 3}),
+        ("drafts", {"num_spec_tokens_to_schedule": 3}),
+        ("encoder", {"scheduled_encoder_inputs": {"a": [0]}}),
+        ("encoder", {"free_encoder_mm_hashes": ["x"]}),
+        ("cache_blocks", {"new_block_ids_to_zero": [4]}),
+        ("cache_blocks", {"kv_cache_block_copies": [object()]}),
+        ("grammar", {"has_structured_output_requests": True}),
+        ("prefill", {"num_scheduled_tokens": {"a": 1, "b": 9}, "total_num_scheduled_tokens": 10}),
+    ],
+)
+def test_anything_else_is_refused_with_its_reason(reason: str, changed: dict[str, Any]) -> None:
+    assert refusal_of_schedule(schedule(**changed)) == reason
+    assert STEP_REASONS[reason] == "vllm"
+
+
+def test_the_last_token_of_a_prompt_is_no_decode_step() -> None:
+    prompt = np.array([8, 5], dtype=np.int32)
+    assert is_prefilling(np.array([7, 9], dtype=np.int32), prompt)
+    assert not is_prefilling(np.array([8, 5], dtype=np.int32), prompt)
+
+
+def test_the_first_fact_that_rules_graphs_out_is_named() -> None:
+    assert refusal_of_engine({"adapters": False, "two": True, "three": True}) == "two"
+    assert refusal_of_engine({"adapters": False}) == STEADY
+
+
+# --- the sampler ----------------------------------------------------------------------------------
+
+VOCABULARY = 100
+
+
+def tables(slots: int = 6, **changed: Any) -> SamplerTables:
+    """Greedy requests in all slots."""
+    values: dict[str, Any] = {
+        "needs_processing": np.zeros(slots, dtype=bool),
+        "use_bias": np.zeros(slots, dtype=bool),
+        "restores": np.zeros(slots, dtype=np.int32),
+        "use_penalty": np.zeros(slots, dtype=bool),
+        "bad_words": np.zeros(slots, dtype=np.int32),
+        "temperature": np.zeros(slots, dtype=np.float32),
+        "min_p": np.zeros(slots, dtype=np.float32),
+        "top_k": np.full(slots, VOCABULARY, dtype=np.int32),
+        "top_p": np.ones(slots, dtype=np.float32),
+        "seeds_set": np.zeros(slots, dtype=bool),
+    }
+    fixed = {"vocabulary": VOCABULARY, "thinking": None, "has_fused_sampler": True}
+    return SamplerTables(**values | fixed | {"processed_logprobs": False} | changed)
+
+
+def with_slot(made: SamplerTables, slot: int, **values: Any) -> SamplerTables:
+    for name, value in values.items():
+        getattr(made, name)[slot] = value
+    return made
+
+
+ROWS = np.array([4, 1])
+
+
+def test_greedy_requests_need_nothing() -> None:
+    assert sampling_of(tables(), ROWS, None) == (Sampling(), STEADY)
+
+
+def test_requests_of_other_slots_do_not_count() -> None:
+    made = with_slot(tables(), 2, needs_processing=True, temperature=0.5, use_penalty=True)
+    assert sampling_of(made, ROWS, None) == (Sampling(), STEADY)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"temperature": 0.5}, {"has_temperature": True}),
+        ({"temperature": 1.0, "min_p": 0.1}, {"has_min_p": True}),
+        ({"use_penalty": True}, {"has_penalties": True}),
+        ({"use_bias": True}, {"has_bias": True}),
+        ({"use_bias": True, "restores": 1}, {"has_bias": True, "restores_stop_tokens": True}),
+        ({"bad_words": 3}, {"bad_words": 3}),
+    ],
+)
+def test_each_processing_of_logits_has_its_graph(
+    values: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    made = with_slot(tables(), 1, needs_processing=True, **values)
+    assert sampling_of(made, ROWS, None) == (Sampling(is_processed=True, **expected), STEADY)
+
+
+def test_log_probs_have_graphs_by_their_number() -> None:
+    found = {sampling_of(tables(), ROWS, logprobs)[0] for logprobs in (None, (0, 0), (5, 0))}
+    assert len(found) == 3
+
+
+def test_flashinfers_sampler_is_not_captured() -> None:
+    """It reads the random generator's state on the host."""
+
+    def hot(**values: Any) -> SamplerTables:
+        made = tables()
+        for slot in ROWS:
+            with_slot(made, slot, needs_processing=True, temperature=0.9, **values)
+        return made
+
+    for values in ({"top_k": 5}, {"top_p": 0.9}):
+        assert sampling_of(hot(**values), ROWS, None)[1] == "random_sampler"
+        # A seed, or a greedy request beside it, makes vLLM use its own kernels.
+        assert sampling_of(hot(**values, seeds_set=True), ROWS, None)[1] == STEADY
+        assert sampling_of(with_slot(hot(**values), 1, temperature=0), ROWS, None)[1] == STEADY
+    assert sampling_of(hot(), ROWS, None)[1] == STEADY
+    without = SamplerTables(**vars(hot(top_k=5)) | {"has_fused_sampler": False})
+    assert sampling_of(without, ROWS, None)[1] == STEADY
+    processed = SamplerTables(**vars(hot(top_k=5)) | {"processed_logprobs": True})
+    assert sampling_of(processed, ROWS, (1, 0))[1] == STEADY
+
+
+def test_a_thinking_budget_takes_vllms_path() -> None:
+    made = tables(thinking=np.array([False, True, False, False, False, False]))
+    with_slot(made, 1, needs_processing=True)
+    reason = sampling_of(made, ROWS, None)[1]
+    assert reason == "thinking_budget" and STEP_REASONS[reason] == "vllm"
+    assert sampling_of(made, np.array([0, 2]), None)[1] == STEADY
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def test_every_reason_has_a_path() -> None:
+    assert set(STEP_REASONS.values()) == set(get_args(StepPath))
+
+
+def test_counts_of_all_engines_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter(tmp_path)
+    for reason in ("steady", "steady", "arrival"):
+        counter.add(reason)
+    assert counter.to_json() == {"steady": 2, "arrival": 1}
+    assert (tmp_path / steps_file(os.getpid())).stat().st_size == StepCounts.size
+    monkeypatch.setattr(os, "getpid", lambda: 4711)
+    Counter(tmp_path).add("steady")
+    (tmp_path / steps_file("*").replace("*", "1")).write_bytes(b"of another version")
+    found = read_counts(tmp_path)
+    assert {name: n for name, n in found.items() if n} == {"steady": 3, "arrival": 1}
+
+
+def test_without_a_folder_nothing_is_written() -> None:
+    counter = Counter(None)
+    counter.add("steady")
+    assert counter.to_json() == {"steady": 1}
+
+
+def test_metrics_have_the_counts_by_path_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import prometheus_client
+
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    monkeypatch.delenv(PULSE_FOLDER, raising=False)
+    assert pulse_folder() is None
+    report_metric()
+    assert not prometheus_client.generate_latest(registry)
+    monkeypatch.setenv(PULSE_FOLDER, str(tmp_path))
+    report_metric()
+    counter = Counter(tmp_path)
+    counter.add("steady")
+    counter.add("drafts")
+    page = prometheus_client.generate_latest(registry).decode()
+    assert 'nibble_engine_steps_total{path="graph",reason="steady"} 1.0' in page
+    assert 'nibble_engine_steps_total{path="vllm",reason="drafts"} 1.0' in page
+
+
+# --- the option -----------------------------------------------------------------------------------
+
+
+def test_the_option_reaches_the_plugin_and_the_default_is_not_written(tmp_path: Path) -> None:
+    model = write_checkpoint(
+        tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}
+    )
+
+    def args(*words: str, **environ: str) -> dict[str, Any]:
+        wishes = read_wishes([str(model), "--target", "hopper", *words], environ)
+        return {name: choice.value for name, choice in plan_for(wishes).args.items()}
+
+    assert "step_graph" not in args().get(FLAG, {}).get("nibble", {})
+    assert args(NIBBLE_STEP_GRAPH="off")[FLAG]["nibble"]["step_graph"] == "off"
+    assert args("--step-graph", "off")[FLAG]["nibble"]["step_graph"] == "off"
+    assert "step_graph" not in args("--step-graph", "on").get(FLAG, {}).get("nibble", {})

@@ -1,0 +1,297 @@
+"""The step graph's parts that use vLLM's classes: the runner's decisions, the scheduler's shortcut,
+the check of vLLM's files. CUDA graphs themselves need a GPU: benchmarks/step_graph_equality.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nibble.engine.plugin.require import VllmMismatch
+from tests.unit.test_step_graph import schedule, tables
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# --- vLLM's files ---------------------------------------------------------------------------------
+
+
+def test_the_installed_vllm_is_the_one_that_the_graphs_repeat() -> None:
+    from nibble.engine.plugin.step_graph import probe
+
+    probe.check_source(probe.RUNNER_SOURCES)
+    probe.check_source(probe.SCHEDULER_SOURCES)
+
+
+@pytest.mark.parametrize("module", ["vllm.v1.core.sched.output", "vllm.v1.gone"])
+def test_a_file_that_differs_is_named(module: str) -> None:
+    from nibble.engine.plugin.step_graph.probe import check_source
+
+    with pytest.raises(VllmMismatch, match=rf"^{module} of vLLM .* differs from vLLM 0\.32\.0$"):
+        check_source({module: "0123456789abcdef"})
+
+
+def test_another_vllm_keeps_its_runner_and_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.worker.gpu import model_runner
+
+    from nibble.engine.plugin.step_graph import follow, probe
+
+    monkeypatch.setattr(follow.logger, "propagate", True)
+    monkeypatch.setitem(probe.RUNNER_SOURCES, "vllm.v1.worker.gpu.states", "0")
+    before = model_runner.GPUModelRunner
+    with caplog.at_level(logging.WARNING, follow.logger.name):
+        follow.replace_runner.__wrapped__()
+    assert model_runner.GPUModelRunner is before
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "take vLLM's path: vllm.v1.worker.gpu.states of vLLM" in line and "\n" not in line
+
+
+def test_the_same_vllm_gets_nibbles_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu import model_runner
+
+    from nibble.engine.plugin.step_graph import follow
+    from nibble.engine.plugin.step_graph.runner import StepGraphRunner
+
+    monkeypatch.setattr(model_runner, "GPUModelRunner", model_runner.GPUModelRunner)
+    follow.replace_runner.__wrapped__()
+    assert model_runner.GPUModelRunner is StepGraphRunner
+
+
+# --- the runner's decisions -----------------------------------------------------------------------
+
+
+class Graphs:
+    """Records what the runner asks for, in place of CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.changes = SimpleNamespace(has_room=lambda rows: True, send=self._send)
+        self.fails: set[str] = set()
+        self.rare = 1
+        self.of = {n: SimpleNamespace(n=n, samplers={}, batch=SimpleNamespace()) for n in (1, 2)}
+
+    def size(self, requests: int) -> Any:
+        return self.of.get(requests)
+
+    def capture_inputs(self, size: Any) -> None:
+        if "inputs" in self.fails:
+            raise RuntimeError("capture")
+
+    def is_rare(self, size: Any, sampling: Any) -> bool:
+        self.rare -= sampling not in size.samplers
+        return self.rare >= 0 and sampling not in size.samplers
+
+    def capture_sampler(self, size: Any, sampling: Any) -> None:
+        if "sampler" in self.fails:
+            raise RuntimeError("capture")
+        size.samplers[sampling] = object()
+
+    def send_slots(self, size: Any, slots: np.ndarray, ids: list[str]) -> None:
+        self.calls.append(("slots", slots.tolist(), ids))
+
+    def _send(self, rows: list[Any]) -> None:
+        self.calls.append(("blocks", rows))
+
+    def run_model(self, size: Any) -> str:
+        self.calls.append(("model", size.n))
+        return "hidden states"
+
+
+@pytest.fixture
+def runner() -> Any:
+    from nibble.engine.plugin.step_graph.runner import StepGraphRunner
+
+    made: Any = StepGraphRunner.__new__(StepGraphRunner)
+    made._graphs, made._batch, made._to_sample = Graphs(), None, None
+    made._has_failed, made._seen, made._tables = False, {1, 2}, tables()
+    made.sampler = SimpleNamespace(get_logprobs_dims=lambda slots: None)
+    made.observability_config = SimpleNamespace(cudagraph_metrics=False)
+    made.finished = []
+    made.finish_requests = lambda output: made.finished.append(output.finished_req_ids)
+    made.req_states = SimpleNamespace(
+        req_id_to_index={"a": 4, "b": 1, "c": 0},
+        prefill_len=SimpleNamespace(np=np.array([3, 3, 3, 3, 3, 3], dtype=np.int32)),
+        num_computed_tokens_np=np.zeros(6, dtype=np.int32),
+    )
+    return made
+
+
+def step(ids: str = "ab", computed: int = 7, blocks: Any = None, **more: Any) -> Any:
+    output = schedule(
+        num_scheduled_tokens=dict.fromkeys(ids, 1), total_num_scheduled_tokens=len(ids), **more
+    )
+    output.scheduled_cached_reqs = SimpleNamespace(
+        req_ids=list(ids),
+        resumed_req_ids=set(),
+        num_computed_tokens=[computed] * len(ids),
+        new_block_ids=blocks or [None] * len(ids),
+    )
+    return output
+
+
+def test_slots_are_sent_for_a_new_batch_and_blocks_when_there_are_some(runner: Any) -> None:
+    assert runner._run_graphs(step()) == "new_sampling"
+    assert runner._to_sample is None
+    left = runner.execute_model_state
+    assert left.hidden_states == "hidden states"
+    assert left.input_batch.num_computed_prefill_tokens_np.tolist() == [3, 3]
+    assert runner._run_graphs(step(computed=8)) == ""
+    assert runner._to_sample is runner._batch
+    assert runner._run_graphs(step(computed=9, blocks=[None, ([12],)])) == ""
+    assert runner._graphs.calls == [
+        ("slots", [4, 1], ["a", "b"]),
+        ("model", 2),
+        ("model", 2),
+        ("blocks", [(1, ([12],))]),
+        ("model", 2),
+    ]
+    assert runner.req_states.num_computed_tokens_np.tolist() == [0, 9, 0, 0, 9, 0]
+    # Another request leaves: a batch of one, in its slot.
+    assert runner._run_graphs(step("b", finished_req_ids={"a"})) == ""
+    assert runner._graphs.calls[-2:] == [("slots", [1], ["b"]), ("model", 1)]
+    assert runner.finished[-1] == {"a"}
+
+
+def test_a_step_that_is_refused_changes_nothing(runner: Any) -> None:
+    runner._graphs.changes.has_room = lambda rows: False
+    runner.req_states.prefill_len.np[0] = 99
+    refused = {
+        "arrival": step(scheduled_new_reqs=[1]),
+        "cache_blocks": step(blocks=[None, ([12],)]),
+        "prefill": step("cb"),
+        "no_graph": step("abc"),
+        "grammar": step(has_structured_output_requests=True),
+    }
+    other_order = step()
+    other_order.scheduled_cached_reqs.req_ids = ["b", "a"]
+    refused["unsupported"] = other_order
+    for reason, output in refused.items():
+        assert runner._run_graphs(output) == reason
+    assert not runner._graphs.calls and not runner.finished and runner._batch is None
+    assert not runner.req_states.num_computed_tokens_np.any()
+
+
+def test_the_first_step_of_a_batch_size_is_vllms(runner: Any) -> None:
+    runner._seen.clear()
+    assert [runner._run_graphs(step()) for _ in range(3)] == ["new_batch_size", "new_sampling", ""]
+
+
+@pytest.mark.parametrize(
+    ("part", "then"), [("inputs", "capture_failed"), ("sampler", "new_sampling")]
+)
+def test_a_failed_capture_leaves_the_step_to_vllm(
+    runner: Any, part: str, then: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from nibble.engine.plugin.step_graph import runner as module
+
+    module.logger.propagate = True
+    runner._graphs.fails.add(part)
+    with caplog.at_level(logging.WARNING, module.logger.name):
+        found = [runner._run_graphs(step()) for _ in range(4)]
+    assert found[-1] == found[-2] == then and runner._to_sample is None
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1 and f"a step's {part} failed" in warned[0]
+
+
+# --- the scheduler's shortcut ---------------------------------------------------------------------
+
+
+def managers(blocks: int, caching: bool) -> tuple[Any, Any]:
+    """Two managers of cache blocks with the same content; the second takes the shortcut."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from nibble.engine.plugin.step_graph.cache_slots import skip_unchanged_blocks
+
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    config = KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)]
+    )
+    plain, shorter = (
+        KVCacheManager(config, 64, 4, 4, enable_caching=caching, log_stats=False) for _ in range(2)
+    )
+    assert skip_unchanged_blocks(shorter)
+    return plain, shorter
+
+
+def content(manager: Any) -> Any:
+    """All that a manager remembers."""
+    kind = manager.coordinator.single_type_managers[0]
+    return (
+        {name: [one.block_id for one in held] for name, held in kind.req_to_blocks.items() if held},
+        {name: n for name, n in kind.num_cached_block.items() if n},
+        manager.block_pool.get_num_free_blocks(),
+        [(one.block_id, one.ref_cnt, one.block_hash) for one in manager.block_pool.blocks],
+    )
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request, RequestStatus
+
+    init_none_hash(sha256)
+    rng, hasher = random.Random(seed), get_request_block_hasher(4, sha256)
+    both = managers(blocks=40, caching=caching)
+    running: list[tuple[Any, Any]] = []
+    skipped = 0
+    for turn in range(400):
+        if rng.random() < 0.1 and len(running) < 6:
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 12))]
+            params = SamplingParams(max_tokens=60)
+            pair = tuple(
+                Request(f"r{turn}", list(prompt), params, None, block_hasher=hasher) for _ in both
+            )
+            if all(both[i].allocate_slots(pair[i], len(prompt)) is not None for i in (0, 1)):
+                for request in pair:
+                    request.status = RequestStatus.RUNNING
+                    request.num_computed_tokens = len(prompt)
+                running.append(pair)  # type: ignore[arg-type]
+        for pair in list(running):
+            # A step is scheduled before the token of the step before it is known.
+            given = [
+                manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+                for manager, request in zip(both, pair, strict=True)
+            ]
+            ids = [one.get_block_ids() if one is not None else None for one in given]
+            assert ids[0] == ids[1]
+            if given[0] is None or rng.random() < 0.02 or pair[0].num_tokens > 50:
+                for manager, request in zip(both, pair, strict=True):
+                    manager.free(request)
+                running.remove(pair)
+                continue
+            skipped += not any(ids[0])
+            token = rng.randrange(3)
+            for manager, request in zip(both, pair, strict=True):
+                request.num_computed_tokens += 1
+                request.append_output_token_ids(token)
+                manager.cache_blocks(request, request.num_computed_tokens)
+        assert content(both[0]) == content(both[1])
+    assert skipped > 500
+
+
+def test_other_caches_keep_vllms_bookkeeping() -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    from nibble.engine.plugin.step_graph.cache_slots import skip_unchanged_blocks
+
+    window = SlidingWindowSpec(
+        block_size=4, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=8
+    )
+    group = KVCacheGroupSpec(["l"], window)
+    config = KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=[group])
+    manager = KVCacheManager(config, 64, 4, 4)
+    before = manager.allocate_slots
+    assert not skip_unchanged_blocks(manager) and manager.allocate_slots == before
