@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -106,8 +107,9 @@ def tables(slots: int = 6, **changed: Any) -> SamplerTables:
         "top_p": np.ones(slots, dtype=np.float32),
         "seeds_set": np.zeros(slots, dtype=bool),
     }
-    fixed = {"vocabulary": VOCABULARY, "thinking": None, "has_fused_sampler": True}
-    return SamplerTables(**values | fixed | {"processed_logprobs": False} | changed)
+    values |= {"vocabulary": VOCABULARY, "thinking": None, "has_fused_sampler": True}
+    values |= {"processed_logprobs": False} | changed
+    return SamplerTables(**values)
 
 
 def with_slot(made: SamplerTables, slot: int, **values: Any) -> SamplerTables:
@@ -166,9 +168,9 @@ def test_flashinfers_sampler_is_not_captured() -> None:
         assert sampling_of(hot(**values, seeds_set=True), ROWS, None)[1] == STEADY
         assert sampling_of(with_slot(hot(**values), 1, temperature=0), ROWS, None)[1] == STEADY
     assert sampling_of(hot(), ROWS, None)[1] == STEADY
-    without = SamplerTables(**vars(hot(top_k=5)) | {"has_fused_sampler": False})
+    without = replace(hot(top_k=5), has_fused_sampler=False)
     assert sampling_of(without, ROWS, None)[1] == STEADY
-    processed = SamplerTables(**vars(hot(top_k=5)) | {"processed_logprobs": True})
+    processed = replace(hot(top_k=5), processed_logprobs=True)
     assert sampling_of(processed, ROWS, (1, 0))[1] == STEADY
 
 
