@@ -70,7 +70,7 @@ class Options:
     moe_kernel: Kernel = "vllm"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"
-    step_graph: Switch = "on"
+    step_graph: Switch = "off"
 
     @property
     def weights_only(self) -> bool:

@@ -232,16 +232,19 @@ def test_metrics_have_the_counts_by_path_and_reason(
 # --- the option -----------------------------------------------------------------------------------
 
 
-def test_the_option_reaches_the_plugin_and_the_default_is_not_written(tmp_path: Path) -> None:
+def test_graphs_are_on_where_they_have_run_and_as_the_user_says(tmp_path: Path) -> None:
     model = write_checkpoint(
         tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}
     )
 
-    def args(*words: str, **environ: str) -> dict[str, Any]:
-        wishes = read_wishes([str(model), "--target", "hopper", *words], environ)
-        return {name: choice.value for name, choice in plan_for(wishes).args.items()}
+    def asked(target: str, *words: str, **environ: str) -> str | None:
+        wishes = read_wishes([str(model), "--target", target, *words], environ)
+        config = {name: choice.value for name, choice in plan_for(wishes).args.items()}.get(FLAG)
+        return (config or {}).get("nibble", {}).get("step_graph")
 
-    assert "step_graph" not in args().get(FLAG, {}).get("nibble", {})
-    assert args(NIBBLE_STEP_GRAPH="off")[FLAG]["nibble"]["step_graph"] == "off"
-    assert args("--step-graph", "off")[FLAG]["nibble"]["step_graph"] == "off"
-    assert "step_graph" not in args("--step-graph", "on").get(FLAG, {}).get("nibble", {})
+    assert asked("hopper") == "on"
+    assert (
+        asked("hopper", NIBBLE_STEP_GRAPH="off") == asked("hopper", "--step-graph", "off") == "off"
+    )
+    assert asked("sm120") is asked("b200") is asked("gb10") is asked("cpu") is None
+    assert asked("sm120", "--step-graph", "on") == asked("sm120", NIBBLE_STEP_GRAPH="on") == "on"
