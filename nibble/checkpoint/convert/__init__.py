@@ -1,6 +1,6 @@
 """`nibble convert`: changes the layout of NVFP4 checkpoints exactly, and quantizes BF16 ones.
 
-Tensors pass through memory one at a time. The new folder is written beside its place and renamed
+Few tensors are in memory at a time. The new folder is written beside its place and renamed
 when it is complete.
 """
 
@@ -239,7 +239,15 @@ def _quantize(
         ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
         write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
         values = model.counted("write", tensors.values(), on_progress)
-        rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
+        rewrite(
+            dest,
+            tensors,
+            values,
+            conversion.outputs,
+            conversion.data,
+            model.indexes,
+            in_threads=wishes.method == "round",
+        )
     return len(modules)
 
 

@@ -1,14 +1,15 @@
-"""Reads and writes safetensors with one tensor in memory at a time."""
+"""Reads and writes safetensors with a few tensors in memory at a time."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nibble.checkpoint.convert.ahead import ahead
 from nibble.checkpoint.headers import DTYPE_BITS, TensorInfo
 from nibble.errors import ExitCode, NibbleError
 
@@ -56,10 +57,13 @@ def rewrite(
     outputs: Outputs,
     data: Data,
     indexes: Iterable[str],
+    *,
+    in_threads: bool = False,
 ) -> None:
     """Write what each file of `tensors` becomes under its name in `dest`, and `indexes`.
 
-    Raises NO_FIT, before it writes, where the disk lacks the space.
+    `in_threads`: call `values` and `data` for several tensors at a time. Raises NO_FIT, before it
+    writes, where the disk lacks the space.
     """
     files: dict[str, list[TensorInfo]] = {}
     for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
@@ -75,7 +79,8 @@ def rewrite(
     need_space(dest, total_bytes)
     for file, inside in files.items():
         (dest / file).parent.mkdir(parents=True, exist_ok=True)
-        _write_file(dest / file, inside, planned[file], values, data)
+        made = _made(inside, values, data, in_threads)
+        _write_file(dest / file, planned[file], made)
     for name in indexes:
         content = {
             "metadata": {"total_size": total_bytes},
@@ -96,17 +101,24 @@ def need_space(dest: Path, needed_bytes: int) -> None:
         )
 
 
+def _made(
+    inside: list[TensorInfo], values: Values, data: Data, in_threads: bool
+) -> Iterator[Iterable[Any]]:
+    """The bytes of what each tensor becomes."""
+    if not in_threads:
+        return (data(info, values(info)) for info in inside)
+    return ahead(inside, lambda info: list(data(info, values(info))), lambda info: info.nbytes)
+
+
 def _write_file(
     dest: Path,
-    inside: list[TensorInfo],
     planned: list[list[TensorInfo]],
-    values: Values,
-    data: Data,
+    made: Iterable[Iterable[Any]],
 ) -> None:
     with dest.open("wb") as out:
         out.write(header(info for group in planned for info in group))
-        for info, group in zip(inside, planned, strict=True):
-            for target, part in zip(group, data(info, values(info)), strict=True):
+        for group, parts in zip(planned, made, strict=True):
+            for target, part in zip(group, parts, strict=True):
                 count = out.write(part)
                 assert count == target.nbytes, (target, count)
 

@@ -94,6 +94,7 @@ def write_bf16(dest: Path, tensors: dict[str, TensorInfo], read: Values) -> None
         lambda info: [info],
         lambda info, data: [data(0, info.nbytes)],
         (INDEX,) if several else (),
+        in_threads=True,
     )
 
 

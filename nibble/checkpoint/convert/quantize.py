@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from nibble.checkpoint.convert.ahead import ahead
 from nibble.checkpoint.convert.files import Read, Values, tensor
 from nibble.checkpoint.fused_groups import FUSED, fused_layer
 from nibble.checkpoint.headers import TensorInfo
@@ -233,12 +234,17 @@ def weight_amax(
     """The largest magnitude of each layer's weight. Raises MODEL, naming `where`, for values that
     are not finite.
     """
+
+    def largest(name: str) -> Amax:
+        read, dtype = values(tensors[name]), tensors[name].dtype
+        return {
+            part.module: _finite_amax(where, part, weight_of(part, dtype, read))
+            for part in parts[name]
+        }
+
     found: Amax = {}
-    for name in parts:
-        read = values(tensors[name])
-        for part in parts[name]:
-            weight = weight_of(part, tensors[name].dtype, read)
-            found[part.module] = _finite_amax(where, part, weight)
+    for each in ahead(parts, largest, lambda name: tensors[name].nbytes):
+        found |= each
     return found
 
 
