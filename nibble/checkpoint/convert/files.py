@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nibble.checkpoint.convert.ahead import ahead
 from nibble.checkpoint.headers import DTYPE_BITS, TensorInfo
 from nibble.errors import ExitCode, NibbleError
 
@@ -22,6 +21,8 @@ Outputs = Callable[[TensorInfo], list[TensorInfo]]
 Data = Callable[[TensorInfo, Read], Iterable[Any]]
 # Gives the reader of a tensor: of a folder, or of a GGUF file.
 Values = Callable[[TensorInfo], Read]
+# The bytes of what each tensor of a file becomes, in the file's order.
+Make = Callable[[Sequence[TensorInfo]], Iterable[Iterable[Any]]]
 
 
 def tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
@@ -50,24 +51,31 @@ def index_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors.index.json"))
 
 
-def rewrite(
-    dest: Path,
-    tensors: Mapping[str, TensorInfo],
-    values: Values,
-    outputs: Outputs,
-    data: Data,
-    indexes: Iterable[str],
-    *,
-    in_threads: bool = False,
-) -> None:
-    """Write what each file of `tensors` becomes under its name in `dest`, and `indexes`.
-
-    `in_threads`: call `values` and `data` for several tensors at a time. Raises NO_FIT, before it
-    writes, where the disk lacks the space.
-    """
+def in_files(tensors: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """The tensors of each file in their order there."""
     files: dict[str, list[TensorInfo]] = {}
     for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
         files.setdefault(info.file, []).append(info)
+    return files
+
+
+def one_by_one(values: Values, data: Data) -> Make:
+    """Computes a file's new tensors from one stored tensor after another."""
+    return lambda inside: (data(info, values(info)) for info in inside)
+
+
+def rewrite(
+    dest: Path,
+    tensors: Mapping[str, TensorInfo],
+    outputs: Outputs,
+    make: Make,
+    indexes: Iterable[str],
+) -> None:
+    """Write what each file of `tensors` becomes under its name in `dest`, and `indexes`.
+
+    Raises NO_FIT, before it writes, where the disk lacks the space.
+    """
+    files = in_files(tensors)
     planned = {file: [outputs(info) for info in inside] for file, inside in files.items()}
     placed = {
         target.name: (file, target.nbytes)
@@ -79,8 +87,7 @@ def rewrite(
     need_space(dest, total_bytes)
     for file, inside in files.items():
         (dest / file).parent.mkdir(parents=True, exist_ok=True)
-        made = _made(inside, values, data, in_threads)
-        _write_file(dest / file, planned[file], made)
+        _write_file(dest / file, planned[file], make(inside))
     for name in indexes:
         content = {
             "metadata": {"total_size": total_bytes},
@@ -99,15 +106,6 @@ def need_space(dest: Path, needed_bytes: int) -> None:
             f" the disk of {dest.parent} has {free_bytes / 1e9:.2f} GB free",
             action="free space on its disk, or name another folder",
         )
-
-
-def _made(
-    inside: list[TensorInfo], values: Values, data: Data, in_threads: bool
-) -> Iterator[Iterable[Any]]:
-    """The bytes of what each tensor becomes."""
-    if not in_threads:
-        return (data(info, values(info)) for info in inside)
-    return ahead(inside, lambda info: list(data(info, values(info))), lambda info: info.nbytes)
 
 
 def _write_file(

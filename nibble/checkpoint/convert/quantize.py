@@ -236,16 +236,17 @@ def weight_amax(
     """
 
     def largest(name: str) -> Amax:
-        read, dtype = values(tensors[name]), tensors[name].dtype
-        return {
-            part.module: _finite_amax(where, part, weight_of(part, dtype, read))
-            for part in parts[name]
-        }
+        return largest_of(where, parts[name], tensors[name].dtype, values(tensors[name]))
 
     found: Amax = {}
     for each in ahead(parts, largest, lambda name: tensors[name].nbytes):
         found |= each
     return found
+
+
+def largest_of(where: str, parts: Iterable[Part], dtype: str, read: Read) -> Amax:
+    """The largest magnitude of each part of a stored tensor. Raises MODEL as `weight_amax`."""
+    return {part.module: _finite_amax(where, part, weight_of(part, dtype, read)) for part in parts}
 
 
 def _finite_amax(where: str, part: Part, weight: Any) -> float:
