@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from real_model_server import Reference, answers, reference
+from real_model_soak import soak
 from real_model_text import held_out, module_docstrings
 
 from tests.support.models.real_model import nvfp4
@@ -20,13 +21,16 @@ from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers, W4A16 with a BF16 cache
-W4A4_BOUND_NATS = 1.0
-FP8_CACHE_BOUND_NATS = 1.0
+# 0.24 measured. A BF16 rounding decides an activation's FP4 code where it is near a midpoint.
+W4A4_BOUND_NATS = 0.35
+# 0.026 measured, with the error of an FP8 cache without scales: the reference's cache is float32.
+FP8_CACHE_BOUND_NATS = 0.04
 LONG_BOUND_NATS = 1.0
 # vLLM computes prompts of 512 tokens in two pieces
 FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens", "256")
 CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
+SOAK_S = 600
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 300, 32  # more than a block of 128, and two pieces
 Record = Callable[[str, object], None]
@@ -170,3 +174,17 @@ def test_an_answer_at_the_end_of_8k_tokens(
     record_property("measured", compared)
     assert compared.tokens == ANSWER_TOKENS
     assert compared.mean_kl_nats < LONG_BOUND_NATS, compared
+
+
+# --- under load -----------------------------------------------------------------------------------
+
+
+def test_ten_minutes_of_mixed_load_change_nothing(server: Server, record_property: Record) -> None:
+    found = soak(asking(server), server.port, server.process.pid, SOAK_S)
+    record_property("measured", found)
+    assert found["equal_answers"] == found["answers"], found
+    assert all(status.endswith(("200", "left")) for status in found["requests"]), found
+    early, late = found["memory_bytes"].values()
+    assert late - early < 64 << 20, found
+    first, last = found["median_chat_s"].values()
+    assert last < 3 * first + 1, found
