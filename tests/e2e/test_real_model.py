@@ -6,6 +6,7 @@ docs/nvfp4.md has the figures; benchmarks/real_model_quality.py measures what qu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ FP8_CACHE_BOUND_NATS = 0.04
 LONG_BOUND_NATS = 1.0
 # vLLM computes prompts of 512 tokens in two pieces
 FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens", "256")
+# Set on a GPU (benchmarks/offline_gpu/run_real_model.sh)
+KERNEL = {name: os.environ[name] for name in ("NIBBLE_LINEAR_KERNEL",) if name in os.environ}
 CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
 SOAK_S = 600
@@ -59,7 +62,7 @@ def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 def served(folder: Path, model: Model, *words: str) -> Iterator[Server]:
-    server = Server(folder, ["serve", str(model.folder), *FLAGS, *words])
+    server = Server(folder, ["serve", str(model.folder), *FLAGS, *words], **KERNEL)
     try:
         yield server.wait_until_ready()
     finally:
