@@ -22,7 +22,8 @@ from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers, W4A16 with a BF16 cache
-# 0.24 measured. A BF16 rounding decides an activation's FP4 code where it is near a midpoint.
+# 0.24 measured; transformers in BF16 has 0.26. A rounding decides an activation's FP4 code where it
+# is near a midpoint, so another order of additions gives other answers.
 W4A4_BOUND_NATS = 0.35
 # 0.026 measured, with the error of an FP8 cache without scales: the reference's cache is float32.
 FP8_CACHE_BOUND_NATS = 0.04
