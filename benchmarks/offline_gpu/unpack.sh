@@ -18,7 +18,7 @@ printf '#!/bin/sh\nexec /lib64/ld-linux-x86-64.so.2 --library-path %s/bin %s/bin
 chmod +x /tmp/site/bin/ip
 cat >/tmp/environ <<ENVIRON
 export PYTHONPATH=/tmp/site:/tmp/repo PATH=/tmp/site/bin:${PATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-export COMMIT=$(cat "${sources}/.gpu/commit")
+export COMMIT=$(cat "${sources}/.gpu/commit") PARTS=${parts}
 ENVIRON
 # shellcheck disable=SC1091
 source /tmp/environ

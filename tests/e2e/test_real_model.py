@@ -6,12 +6,14 @@ docs/nvfp4.md has the figures; benchmarks/real_model_quality.py measures what qu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from real_model_server import Reference, answers, reference
+from real_model_soak import soak
 from real_model_text import held_out, module_docstrings
 
 from tests.support.models.real_model import nvfp4
@@ -20,13 +22,19 @@ from tests.support.servers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers, W4A16 with a BF16 cache
-W4A4_BOUND_NATS = 1.0
-FP8_CACHE_BOUND_NATS = 1.0
+# 0.24 measured; transformers in BF16 has 0.26. A rounding decides an activation's FP4 code where it
+# is near a midpoint, so another order of additions gives other answers.
+W4A4_BOUND_NATS = 0.35
+# 0.026 measured, with the error of an FP8 cache without scales: the reference's cache is float32.
+FP8_CACHE_BOUND_NATS = 0.04
 LONG_BOUND_NATS = 1.0
 # vLLM computes prompts of 512 tokens in two pieces
 FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens", "256")
+# Set on a GPU (benchmarks/offline_gpu/run_real_model.sh)
+KERNEL = {name: os.environ[name] for name in ("NIBBLE_LINEAR_KERNEL",) if name in os.environ}
 CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
+SOAK_S = 600
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 300, 32  # more than a block of 128, and two pieces
 Record = Callable[[str, object], None]
@@ -55,7 +63,7 @@ def w4a16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 def served(folder: Path, model: Model, *words: str) -> Iterator[Server]:
-    server = Server(folder, ["serve", str(model.folder), *FLAGS, *words])
+    server = Server(folder, ["serve", str(model.folder), *FLAGS, *words], **KERNEL)
     try:
         yield server.wait_until_ready()
     finally:
@@ -170,3 +178,17 @@ def test_an_answer_at_the_end_of_8k_tokens(
     record_property("measured", compared)
     assert compared.tokens == ANSWER_TOKENS
     assert compared.mean_kl_nats < LONG_BOUND_NATS, compared
+
+
+# --- under load -----------------------------------------------------------------------------------
+
+
+def test_ten_minutes_of_mixed_load_change_nothing(server: Server, record_property: Record) -> None:
+    found = soak(asking(server), server.port, server.process.pid, SOAK_S)
+    record_property("measured", found)
+    assert found["equal_answers"] == found["answers"], found
+    assert all(status.endswith(("200", "left")) for status in found["requests"]), found
+    early, late = found["memory_bytes"].values()
+    assert late - early < 64 << 20, found
+    first, last = found["median_chat_s"].values()
+    assert last < 3 * first + 1, found

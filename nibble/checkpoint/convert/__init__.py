@@ -1,6 +1,6 @@
 """`nibble convert`: changes the layout of NVFP4 checkpoints exactly, and quantizes BF16 ones.
 
-Tensors pass through memory one at a time. The new folder is written beside its place and renamed
+Few tensors are in memory at a time. The new folder is written beside its place and renamed
 when it is complete.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
-from nibble.checkpoint.convert import gptq, quantize
+from nibble.checkpoint.convert import gptq, one_pass, quantize
 from nibble.checkpoint.convert.cloverlm import Packing
 from nibble.checkpoint.convert.config import (
     HF_QUANT_FILE,
@@ -27,7 +27,7 @@ from nibble.checkpoint.convert.config import (
     no_kv,
     write_configs,
 )
-from nibble.checkpoint.convert.files import rewrite
+from nibble.checkpoint.convert.files import one_by_one, rewrite
 from nibble.checkpoint.convert.layouts import Relabel, check
 from nibble.checkpoint.convert.original import Original, original
 from nibble.checkpoint.convert.quantize import (
@@ -149,7 +149,8 @@ def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: 
     )
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
     values = model.counted("write", found.tensors.values(), on_progress)
-    rewrite(dest, found.tensors, values, conversion.outputs, conversion.data, model.indexes)
+    make = one_by_one(values, conversion.data)
+    rewrite(dest, found.tensors, conversion.outputs, make, model.indexes)
     return len(weights)
 
 
@@ -233,13 +234,19 @@ def _quantize(
             action="check the patterns of --exclude",
         )
     modules = [part.module for group in parts.values() for part in group]
-    with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:
-        scales = _input_scales(model, dest, modules, wishes)
-        conversion = Quantization(parts, encode, scales)
-        ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
-        write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
+    scales = _input_scales(model, dest, modules, wishes)
+    ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
+    write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
+    if wishes.method == "round" and one_pass.fits(tensors, parts):
         values = model.counted("write", tensors.values(), on_progress)
-        rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
+        once = one_pass.OnePass(parts, values, found.where, wishes, scales)
+        rewrite(dest, tensors, once.outputs, once.of_file, model.indexes)
+        return len(modules)
+    with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:
+        conversion = Quantization(parts, encode, scales)
+        values = model.counted("write", tensors.values(), on_progress)
+        make = one_by_one(values, conversion.data)
+        rewrite(dest, tensors, conversion.outputs, make, model.indexes)
     return len(modules)
 
 
@@ -300,7 +307,8 @@ def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: On
     )
     write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
     values = model.counted("write", tensors.values(), on_progress)
-    rewrite(dest, tensors, values, conversion.outputs, conversion.data, model.indexes)
+    make = one_by_one(values, conversion.data)
+    rewrite(dest, tensors, conversion.outputs, make, model.indexes)
     return len(parts)
 
 

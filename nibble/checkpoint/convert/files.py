@@ -1,4 +1,4 @@
-"""Reads and writes safetensors with one tensor in memory at a time."""
+"""Reads and writes safetensors with a few tensors in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ Outputs = Callable[[TensorInfo], list[TensorInfo]]
 Data = Callable[[TensorInfo, Read], Iterable[Any]]
 # Gives the reader of a tensor: of a folder, or of a GGUF file.
 Values = Callable[[TensorInfo], Read]
+# The bytes of what each tensor of a file becomes, in the file's order.
+Make = Callable[[Sequence[TensorInfo]], Iterable[Iterable[Any]]]
 
 
 def tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
@@ -49,21 +51,31 @@ def index_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors.index.json"))
 
 
+def in_files(tensors: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """The tensors of each file in their order there."""
+    files: dict[str, list[TensorInfo]] = {}
+    for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
+        files.setdefault(info.file, []).append(info)
+    return files
+
+
+def one_by_one(values: Values, data: Data) -> Make:
+    """Computes a file's new tensors from one stored tensor after another."""
+    return lambda inside: (data(info, values(info)) for info in inside)
+
+
 def rewrite(
     dest: Path,
     tensors: Mapping[str, TensorInfo],
-    values: Values,
     outputs: Outputs,
-    data: Data,
+    make: Make,
     indexes: Iterable[str],
 ) -> None:
     """Write what each file of `tensors` becomes under its name in `dest`, and `indexes`.
 
     Raises NO_FIT, before it writes, where the disk lacks the space.
     """
-    files: dict[str, list[TensorInfo]] = {}
-    for info in sorted(tensors.values(), key=lambda info: (info.file, info.offset)):
-        files.setdefault(info.file, []).append(info)
+    files = in_files(tensors)
     planned = {file: [outputs(info) for info in inside] for file, inside in files.items()}
     placed = {
         target.name: (file, target.nbytes)
@@ -75,7 +87,7 @@ def rewrite(
     need_space(dest, total_bytes)
     for file, inside in files.items():
         (dest / file).parent.mkdir(parents=True, exist_ok=True)
-        _write_file(dest / file, inside, planned[file], values, data)
+        _write_file(dest / file, planned[file], make(inside))
     for name in indexes:
         content = {
             "metadata": {"total_size": total_bytes},
@@ -98,15 +110,13 @@ def need_space(dest: Path, needed_bytes: int) -> None:
 
 def _write_file(
     dest: Path,
-    inside: list[TensorInfo],
     planned: list[list[TensorInfo]],
-    values: Values,
-    data: Data,
+    made: Iterable[Iterable[Any]],
 ) -> None:
     with dest.open("wb") as out:
         out.write(header(info for group in planned for info in group))
-        for info, group in zip(inside, planned, strict=True):
-            for target, part in zip(group, data(info, values(info)), strict=True):
+        for group, parts in zip(planned, made, strict=True):
+            for target, part in zip(group, parts, strict=True):
                 count = out.write(part)
                 assert count == target.nbytes, (target, count)
 

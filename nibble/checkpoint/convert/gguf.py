@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nibble.checkpoint import describe
+from nibble.checkpoint.convert.ahead import ahead
 from nibble.checkpoint.convert.config import CONFIG_FILE
 from nibble.checkpoint.convert.files import Values, rewrite
 from nibble.checkpoint.convert.original import Original
@@ -90,9 +91,10 @@ def write_bf16(dest: Path, tensors: dict[str, TensorInfo], read: Values) -> None
     rewrite(
         dest,
         tensors,
-        read,
         lambda info: [info],
-        lambda info, data: [data(0, info.nbytes)],
+        lambda inside: ahead(
+            inside, lambda info: [read(info)(0, info.nbytes)], lambda info: info.nbytes
+        ),
         (INDEX,) if several else (),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from nibble.checkpoint.convert.ahead import ahead
 from nibble.checkpoint.convert.files import Read, Values, tensor
 from nibble.checkpoint.fused_groups import FUSED, fused_layer
 from nibble.checkpoint.headers import TensorInfo
@@ -233,13 +234,19 @@ def weight_amax(
     """The largest magnitude of each layer's weight. Raises MODEL, naming `where`, for values that
     are not finite.
     """
+
+    def largest(name: str) -> Amax:
+        return largest_of(where, parts[name], tensors[name].dtype, values(tensors[name]))
+
     found: Amax = {}
-    for name in parts:
-        read = values(tensors[name])
-        for part in parts[name]:
-            weight = weight_of(part, tensors[name].dtype, read)
-            found[part.module] = _finite_amax(where, part, weight)
+    for each in ahead(parts, largest, lambda name: tensors[name].nbytes):
+        found |= each
     return found
+
+
+def largest_of(where: str, parts: Iterable[Part], dtype: str, read: Read) -> Amax:
+    """The largest magnitude of each part of a stored tensor. Raises MODEL as `weight_amax`."""
+    return {part.module: _finite_amax(where, part, weight_of(part, dtype, read)) for part in parts}
 
 
 def _finite_amax(where: str, part: Part, weight: Any) -> float:

@@ -9,10 +9,8 @@ rounding. Chunks are in memory in float32, one tensor in BF16.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +23,6 @@ from nibble.errors import ExitCode, NibbleError
 
 BF16_BYTES = 2
 CHUNK_ELEMENTS = 1 << 17  # fits the cache of a core, with what numpy makes between
-THREADS = min(os.cpu_count() or 1, 8)
 SHARD_BYTES = 16 << 30  # of BF16, about 4.5 GB of NVFP4
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -170,14 +167,10 @@ def bf16(one: Stored) -> bytearray:
     result = torch.frombuffer(data, dtype=torch.bfloat16)
     step = CHUNK_ELEMENTS // elements * block_bytes
 
-    def fill(begin: int) -> None:
+    for begin in range(0, len(raw), step):
         chunk = torch.from_numpy(_float32(raw[begin : begin + step], kind))
         at = begin // block_bytes * elements
         result[at : at + len(chunk)] = chunk - one.minus if one.minus else chunk
-
-    # numpy works without the interpreter's lock. More OpenMP threads in each would only wait.
-    with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        list(pool.map(fill, range(0, len(raw), step)))
     if one.interleaved_heads:
         rows = shape_of(one.tensor)[0]
         pairs = result.view(one.interleaved_heads, rows // one.interleaved_heads // 2, 2, -1)

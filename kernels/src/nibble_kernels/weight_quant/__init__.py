@@ -25,7 +25,10 @@ E4M3_MAX = 448.0
 # E4M3 values.
 E4M3_MAX_FOUR_OVER_SIX = 256.0
 MIN_SCALE = 2.0**-9  # the smallest E4M3 value, so that scales are never 0
-ELEMENTS_AT_ONCE = 1 << 24  # limits the float32 copies to some hundred MB
+# Elements of one step. A CPU's copies then fit its caches: 3 to 4 times as fast as 1 << 24. A GPU's
+# take some hundred MB.
+ELEMENTS_AT_ONCE = 1 << 18
+GPU_ELEMENTS_AT_ONCE = 1 << 24
 
 
 class Nvfp4Weight(NamedTuple):
@@ -63,7 +66,8 @@ def quantize(
     largest = E4M3_MAX_FOUR_OVER_SIX if four_over_six else E4M3_MAX
     # ModelOpt divides 0 by 0 for a weight of zeros, which any scale represents.
     global_scale = torch.where(amax > 0, amax / (E2M1_MAX * largest), 1.0)
-    rows = max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
+    elements = ELEMENTS_AT_ONCE if weight.device.type == "cpu" else GPU_ELEMENTS_AT_ONCE
+    rows = max(1, elements // max(1, weight.shape[1]))
     round_rows = _four_over_six if four_over_six else _six
     parts = [round_rows(part.float(), amax, global_scale) for part in weight.split(rows)]
     return Nvfp4Weight(
