@@ -19,7 +19,9 @@ from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.packaged import PACKAGED, Unobtainable
 from nibble.hub.pull import OnProgress, Progress, as_lines, pull
+from nibble.machine.cpus import compute_cores
 from nibble.machine.processes import stop_signals, survive_memory_pressure
+from nibble.machine.read_bandwidth import measure_and_store
 from nibble.plan.environment import on_hub
 from nibble.plan.files import Fetch, fetch_files
 from nibble.plan.gather import (
@@ -179,6 +181,8 @@ def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
     _say_new([f"warning: {warning}" for warning in run_checks(plan, environ)], said)
     for line in check_model_files(plan, plan.vllm_environ(environ)):
         say(line)
+    if plan.target.device == "cpu" and plan.bound.bandwidth_bytes_per_s is None:
+        measure_and_store(compute_cores(), environ)  # for the next plan
     return plan
 
 

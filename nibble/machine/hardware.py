@@ -12,6 +12,7 @@ from typing import Any
 
 from nibble.machine.cpus import ComputeCores, compute_cores
 from nibble.machine.memory import HOST, memory_now
+from nibble.machine.read_bandwidth import stored_bandwidth
 from nibble.machine.targets import Target
 
 # Instruction sets that vLLM 0.32 (platforms/cpu.py:639) and oneDNN use, widest first.
@@ -35,7 +36,8 @@ class Hardware:
     """The machine of a plan; `assumed` if described (`--target`, NUM_GPUS) instead of detected.
 
     `gpus` are those that CUDA_VISIBLE_DEVICES selects; `hidden_gpus` counts the others. `cpu_cores`
-    counts logical CPUs; `compute` names the cores for a model on the CPU.
+    counts logical CPUs; `compute` names the cores for a model on the CPU; `read_bytes_per_s`
+    is the bandwidth that the first server measured on them.
     """
 
     gpus: tuple[Gpu, ...]
@@ -51,6 +53,7 @@ class Hardware:
     memory_limited_by: str = HOST
     hidden_gpus: int = 0
     compute: ComputeCores | None = None
+    read_bytes_per_s: float | None = None
 
     def arithmetic(self, device: str) -> str:
         """The hardware that decides a model's rounding: GPU name or widest CPU instructions."""
@@ -68,7 +71,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Detect this machine. It never fails: unreadable facts are absent or named in `nvml_error`."""
     found, driver, cuda_driver, error = _nvml()
     gpus = visible(found, environ.get("CUDA_VISIBLE_DEVICES"))
-    memory = memory_now()
+    memory, compute = memory_now(), compute_cores()
     return Hardware(
         gpus,
         driver,
@@ -81,7 +84,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Hardware:
         nvml_error=error,
         memory_limited_by=memory.limited_by,
         hidden_gpus=len(found) - len(gpus),
-        compute=compute_cores(),
+        compute=compute,
+        read_bytes_per_s=stored_bandwidth(compute, environ),
     )
 
 

@@ -277,7 +277,7 @@ def make_bound(
     step = checkpoint.weights.decode_bytes_per_step if checkpoint and checkpoint.weights else None
     model = target.gpu_model(hardware.gpus[0].name) if hardware.gpus else None
     if target.device == "cpu":
-        return DecodeBound(step, None, None, "the memory bandwidth of this CPU is unknown")
+        return _bound_of_cpu(step, hardware)
     if model is None:
         name = hardware.gpus[0].name if hardware.gpus else "no GPU"
         return DecodeBound(step, None, None, f"the bandwidth of {name} is unknown")
@@ -291,3 +291,12 @@ def make_bound(
         )
     note = f"{model.bandwidth_bytes_per_s / 1e9:.0f} GB/s x {gpus_per_model} GPU ({model.source})"
     return DecodeBound(step, bandwidth, bandwidth / step, note)
+
+
+def _bound_of_cpu(step: int | None, hardware: Hardware) -> DecodeBound:
+    bandwidth, cores = hardware.read_bytes_per_s, hardware.compute
+    if bandwidth is None or cores is None:
+        note = "the memory bandwidth of this CPU is unknown until a server starts"
+        return DecodeBound(step, None, None, note)
+    note = f"{cores.threads} cores read {bandwidth / 1e9:.1f} GB/s, measured at a start"
+    return DecodeBound(step, bandwidth, bandwidth / step if step else None, note)

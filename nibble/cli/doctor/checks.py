@@ -20,6 +20,7 @@ from nibble.cli.doctor.software import (
 )
 from nibble.errors import NibbleError
 from nibble.hub.access import Access, access, in_words
+from nibble.machine.cpus import ComputeCores
 from nibble.machine.disk import (
     folder_bytes,
     free_bytes,
@@ -40,6 +41,7 @@ from nibble.machine.host import (
     vllm_cache,
 )
 from nibble.machine.paths import cache_dir
+from nibble.machine.read_bandwidth import read_bandwidth
 from nibble.machine.targets import Target
 from nibble.plan.gather import Asked, choose_target, read_wishes
 from nibble.plan.shared_memory import ADVICE, MIB, SEVERAL_WORKERS_BYTES, SMALL_QUEUES_BYTES
@@ -115,7 +117,16 @@ def hardware_checks(asked: Asked | None, here: Hardware) -> list[Check]:
     except NibbleError as error:
         return [*checks, Check("target", "fail", error.what, error.action)]
     checks.append(Check("target", "ok", f"{target.name}: {choice.reason}"))
-    return checks + ([_driver_check(target, here)] if target.device == "cuda" else [])
+    if target.device == "cuda":
+        return [*checks, _driver_check(target, here)]
+    return checks + ([_bandwidth_check(here.compute)] if here.compute else [])
+
+
+def _bandwidth_check(cores: ComputeCores) -> Check:
+    """What bounds decoding on a CPU. The doctor changes no file, so plans do not see it."""
+    read = read_bandwidth(cores.threads) / 1e9
+    what = f"{cores.threads} threads read {read:.1f} GB/s ({cores.reason})"
+    return Check("cpu", "ok", what)
 
 
 def _driver_check(target: Target, here: Hardware) -> Check:
