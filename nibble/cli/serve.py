@@ -181,7 +181,7 @@ def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
     _say_new([f"warning: {warning}" for warning in run_checks(plan, environ)], said)
     for line in check_model_files(plan, plan.vllm_environ(environ)):
         say(line)
-    if plan.target.device == "cpu" and plan.bound.bandwidth_bytes_per_s is None:
+    if plan.target.device == "cpu":
         measure_and_store(compute_cores(), environ)  # for the next plan
     return plan
 

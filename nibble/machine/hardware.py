@@ -37,7 +37,7 @@ class Hardware:
 
     `gpus` are those that CUDA_VISIBLE_DEVICES selects; `hidden_gpus` counts the others. `cpu_cores`
     counts logical CPUs; `compute` names the cores for a model on the CPU; `read_bytes_per_s`
-    is the bandwidth that the first server measured on them.
+    is the largest bandwidth that a start measured on them.
     """
 
     gpus: tuple[Gpu, ...]

@@ -1,6 +1,7 @@
 """The bandwidth at which this machine's cores read memory: what bounds a decode step on a CPU.
 
-`nibble doctor` prints it. The first start of a server keeps it for plans, which print the bound.
+`nibble doctor` prints it. Each start of a server measures it too and keeps the largest for plans,
+because other programs only take some of it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _FILE = "read_bandwidth.json"
 
 
 def measure_and_store(cores: ComputeCores, environ: Mapping[str, str]) -> float:
-    """Bytes per second, also kept for plans if nibble's cache can be written."""
-    found = read_bandwidth(cores.threads)
+    """The largest number of bytes per second so far, kept if nibble's cache can be written."""
+    found = max(read_bandwidth(cores.threads), stored_bandwidth(cores, environ) or 0.0)
     try:
         path = _path(environ)
         path.parent.mkdir(parents=True, exist_ok=True)

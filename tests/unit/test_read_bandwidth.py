@@ -12,6 +12,7 @@ from nibble.machine.read_bandwidth import measure_and_store, read_bandwidth, sto
 from nibble.plan.gather import plan_for, read_wishes
 from tests.support.models.tiny_model import write_model
 
+MODULE = "nibble.machine.read_bandwidth"
 CORES = ComputeCores((0, 1), 2, "2 physical cores")
 
 
@@ -22,7 +23,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nibble.machine.read_bandwidth._BYTES", 4 << 20)
+    monkeypatch.setattr(f"{MODULE}._BYTES", 4 << 20)
 
 
 def test_what_was_read_is_plausible() -> None:
@@ -36,6 +37,15 @@ def test_a_measurement_is_kept_for_the_cores_it_was_made_on(environ: dict[str, s
     assert stored_bandwidth(CORES, environ) == pytest.approx(found, abs=1)
     for other in (ComputeCores((0,), 2, ""), ComputeCores((0, 1), 1, "")):
         assert stored_bandwidth(other, environ) is None
+
+
+def test_a_measurement_beside_other_programs_does_not_lower_it(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found in (3e9, 9e9, 4e9):
+        monkeypatch.setattr(f"{MODULE}.read_bandwidth", lambda threads, found=found: found)
+        measure_and_store(CORES, environ)
+    assert stored_bandwidth(CORES, environ) == 9e9
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"cpus": [0, 1], "threads": 2}', "\xff"])
