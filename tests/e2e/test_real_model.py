@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from real_model_server import Reference, answers, reference
-from real_model_soak import soak
 from real_model_text import held_out, module_docstrings
 
 from tests.support.models.real_model import nvfp4
@@ -33,9 +32,6 @@ FLAGS = ("--enforce-eager", "--max-logprobs", "256", "--max-num-batched-tokens",
 KERNEL = {name: os.environ[name] for name in ("NIBBLE_LINEAR_KERNEL",) if name in os.environ}
 CONTEXT = 8192
 SHORT = ("--max-model-len", "2048")
-SOAK_S = 600
-SOAK_CACHE_BYTES = 64 << 20  # 2,900 tokens
-SOAK_GROWTH_BYTES = 64 << 20
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 300, 32  # more than a block of 128, and two pieces
 Record = Callable[[str, object], None]
@@ -179,21 +175,3 @@ def test_an_answer_at_the_end_of_8k_tokens(
     record_property("measured", compared)
     assert compared.tokens == ANSWER_TOKENS
     assert compared.mean_kl_nats < BOUND_NATS, compared
-
-
-# --- under load -----------------------------------------------------------------------------------
-
-
-def test_ten_minutes_of_mixed_load_change_nothing(
-    w4a16: Model, tmp_path: Path, record_property: Record
-) -> None:
-    """With a cache so small that all of its pages are in use after the first third."""
-    for server in served(tmp_path, w4a16, *SHORT, "--kv-cache-memory-bytes", str(SOAK_CACHE_BYTES)):
-        found = soak(asking(server), server.port, server.process.pid, SOAK_S)
-        record_property("measured", found)
-        assert found["equal_answers"] == found["answers"], found
-        assert all(status.endswith(("200", "left")) for status in found["requests"]), found
-        early, late = found["memory_bytes"].values()
-        assert late - early < SOAK_GROWTH_BYTES, found
-        first, last = found["median_chat_s"].values()
-        assert last < 3 * first + 1, found
