@@ -23,6 +23,7 @@ def compute_in_the_engine() -> None:
     """Follow CpuPlatform.check_and_update_config and CPUWorker."""
     if not current_platform.is_cpu():
         return
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -47,5 +48,9 @@ def compute_in_the_engine() -> None:
         # GNU OpenMP's threads do not survive a fork: if the server computed with several, the
         # engine's first parallel region would wait for ever.
         torch.set_num_threads(1)
+        # vLLM inspects a model's class in a process that imports vLLM again, so that CUDA is not
+        # initialized before a fork (vllm 0.32 models/registry.py:1079). Here the engine inherits
+        # what the server imports.
+        replace(registry, "_run_in_subprocess", lambda fn: fn(), "fn")
     replace(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
     replace(CPUWorker, "__init__", __init__)
