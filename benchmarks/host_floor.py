@@ -135,6 +135,7 @@ def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Pop
             "NIBBLE_CANARY": "off",
             "NIBBLE_REFERENCE": "off",
             "NIBBLE_KERNEL_ASSERTION": "warn",
+            "NIBBLE_STEP_GRAPH": "on",
         }
     log = (options.logs / f"{side}-{model.name}.log").open("wb")
     return subprocess.Popen(

@@ -122,6 +122,7 @@ def new_engine(options: argparse.Namespace) -> Any:
         gpu_memory_utilization=0.3,
         disable_log_stats=True,
         seed=0,
+        additional_config={"nibble": {"step_graph": "on"}},
     )
     return llm.llm_engine
 
