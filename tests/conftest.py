@@ -25,7 +25,7 @@ from tests.support.turns import Turns, make_folder, remove_folder
 # shows early. Then what has few or long groups, and short ones last, so that all end together.
 FOLDERS = ("image", "cluster", "unit", "patches", "e2e", "kernels")
 # Of these groups two run at a time (tests/support/turns.py).
-COMPUTING = ("patches", "e2e", "kernels")
+COMPUTING = ("image", "cluster", "patches", "e2e", "kernels")
 # These folders and files share something: fixed ports and names of processes ("machine"), or the
 # bytecode of unpacked releases, which one test writes while another copies it. Probes use all cores
 # by themselves. Every other file is a group: its tests take ports of their process alone.

@@ -217,3 +217,22 @@ def test_where_only_vllm_knows_the_minimum_its_number_stays(more: dict[str, Any]
 def test_a_users_batched_tokens_win(model: str) -> None:
     assert BATCHED_TOKENS not in plan(model).args  # a model of kilobytes
     assert plan(model, BATCHED_TOKENS, "77").args[BATCHED_TOKENS].value == "77"
+
+
+@pytest.mark.vllm
+def test_vllms_warnings_about_what_nibble_sets_stay_out_of_the_log_and_others_do_not() -> None:
+    import inspect
+    import logging
+
+    from vllm.engine import arg_utils
+    from vllm.utils import torch_utils
+
+    from nibble.engine.plugin.cpu_process import _INTENDED, leave_out_intended
+
+    leave_out_intended()
+    for module in (arg_utils, torch_utils):
+        beginning, logger = _INTENDED[module.__name__], logging.getLogger(module.__name__)
+        assert beginning in inspect.getsource(module)
+        for message, is_shown in ((beginning + " to 0", False), ("Another warning", True)):
+            record = logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None)
+            assert bool(logger.filter(record)) is is_shown

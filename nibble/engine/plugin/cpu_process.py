@@ -7,6 +7,7 @@ plan's number of threads was made for.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -17,6 +18,12 @@ from nibble.engine.plugin.require import replace, required
 from nibble.machine.cpus import compute_cores
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+# vLLM's warnings about what nibble sets on purpose: the plan gives the threads with their reason,
+# and the one process of the engine draws its random numbers for requests alone.
+_INTENDED = {
+    "vllm.utils.torch_utils": "OMP_NUM_THREADS=%s is set",
+    "vllm.engine.arg_utils": "The global random seed is set",
+}
 
 
 def compute_in_the_engine() -> None:
@@ -52,5 +59,14 @@ def compute_in_the_engine() -> None:
         # initialized before a fork (vllm 0.32 models/registry.py:1079). Here the engine inherits
         # what the server imports.
         replace(registry, "_run_in_subprocess", lambda fn: fn(), "fn")
+        leave_out_intended()
     replace(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
     replace(CPUWorker, "__init__", __init__)
+
+
+def leave_out_intended() -> None:
+    """Keep vLLM's warnings of _INTENDED out of the log."""
+    for name, beginning in _INTENDED.items():
+        logging.getLogger(name).addFilter(
+            lambda record, beginning=beginning: not str(record.msg).startswith(beginning)
+        )
