@@ -132,8 +132,6 @@ def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Pop
             "NIBBLE_KV_CACHE_BYTES": str(options.kv_bytes),
             "GPU_MEMORY_UTIL": "0.4",
             "MAX_MODEL_LEN": "40960",
-            "NIBBLE_CANARY": "off",
-            "NIBBLE_REFERENCE": "off",
             "NIBBLE_KERNEL_ASSERTION": "warn",
             "NIBBLE_STEP_GRAPH": "on",
         }
