@@ -24,8 +24,8 @@ ALLOWED = re.compile(
     # Its worker has a few seconds to end by itself, which a busy machine may exceed
     # (multiproc_executor.py:491).
     r"|workers still running after grace period; sending SIGTERM"
-    # A busy machine may not answer the canary's question in time; the start says so and goes on.
-    r"|canary: computed: not compared: no answer in time"
+    # A busy machine may not answer the canary's questions in time; the start says so and goes on.
+    r"|canary: \w+: not compared: (no answer in time|the canary's time was over)"
 )
 TROUBLE = re.compile(
     r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|^\w*(Error|Exception):|\[nibble\] (error|warning)",
