@@ -140,9 +140,11 @@ def test_stop_timeouts_are_the_drain_and_30_seconds() -> None:
     quadlet = (DOCKER / "quadlet" / "nibble.container").read_text()
     assert f"stop_grace_period: {drain + 30}s" in compose
     assert f'NIBBLE_DRAIN_SECONDS: "{drain}"' in compose
-    assert f"StopTimeout={drain + 30}\n" in quadlet
+    assert f"PodmanArgs=--stop-timeout={drain + 30}\n" in quadlet
     assert f"NIBBLE_DRAIN_SECONDS={drain}\n" in quadlet
     assert "RestartPreventExitStatus=75\n" in quadlet
+    # StopTimeout= came with Podman 5; Podman 4 ignores a unit with an unknown key.
+    assert "\nStopTimeout=" not in quadlet
 
 
 def test_compose_and_quadlet_give_what_the_printed_command_gives() -> None:
@@ -152,7 +154,7 @@ def test_compose_and_quadlet_give_what_the_printed_command_gives() -> None:
     quadlet = (DOCKER / "quadlet" / "nibble.container").read_text()
     options = dict(pairwise(words))
     assert common["stop_grace_period"] == f"{options['--stop-timeout']}s"
-    assert f"StopTimeout={options['--stop-timeout']}\n" in quadlet
+    assert f"PodmanArgs=--stop-timeout={options['--stop-timeout']}\n" in quadlet
     assert (
         common["shm_size"] == f"{options['--shm-size']}b"
         and f"ShmSize={options['--shm-size']}\n" in quadlet
