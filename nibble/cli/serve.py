@@ -270,7 +270,9 @@ class _Run:
     ) -> int:
         limits, success = self.plan.memory_limits, self.breaker.clear
         return launch(
-            self.plan, environ, self.key, limits, success, ready, self.times, watch, self.references
+            *(self.plan, environ, self.key, limits, success, ready, self.times, watch),
+            references=self.references,
+            failed_starts=self.breaker.verdict().failures,
         )
 
 

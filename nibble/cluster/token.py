@@ -109,7 +109,7 @@ def withhold_from_ray(environ: Mapping[str, str]) -> None:
     path = folder / "ray_non_carry_over_env_vars.json"
     ray_names, gate_names = (
         ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
-        ("NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL"),
+        ("NIBBLE_GATE_STATE", "NIBBLE_GATE_INTERNAL", "NIBBLE_GATE_CONTROL"),
     )
     withheld = {*ray_names, *gate_names, *SECRETS}
     # Some VLLM_ names contain TOKEN, but are counts of tokens.

@@ -43,7 +43,7 @@ class Api:
         """(status, body) of a GET, or of a POST where there is a body. OSError without an
         answer.
         """
-        connection = self._connect(timeout_s)
+        connection = self.connect(timeout_s)
         try:
             headers = {
                 INTERNAL_HEADER: self.internal_token,
@@ -59,7 +59,8 @@ class Api:
         finally:
             connection.close()
 
-    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        """A connection for a request that brings its key itself, or none."""
         if not self.tls:
             return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         # Our own child on this machine; its certificate names the public host.

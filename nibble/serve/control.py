@@ -1,6 +1,8 @@
-"""The control port: /status and /ready on loopback, answered before and during the engine's run.
+"""The control port: status, readiness and the status page on loopback, before and during the
+engine's run.
 
 Health checks and users on the same machine read it. It never leaves 127.0.0.1 and changes nothing.
+The page's chat goes to the API through it, and the API's gate asks for the key.
 """
 
 from __future__ import annotations
@@ -9,26 +11,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nibble.engine.api import Api
+from nibble.engine.page.files import HEADERS, LIVE_PATH, PAGE_PATH, STATUS_PATH, page_file
 from nibble.errors import ExitCode, NibbleError
+from nibble.serve.chat_forward import CHAT_PATH, forward, refusal
 from nibble.serve.json_http import JsonHandler, Server
+from nibble.serve.live import live_without_engine, metrics_text
 
 ADDRESS = "127.0.0.1"
 # A web page could reach loopback through its DNS name (DNS rebinding); its Host header
 # shows it.
 _HOST_NAMES = ("127.0.0.1", "localhost")
 _READ_TIMEOUT_S = 5.0
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
 class Answers:
     """`status` gives /status as plain data; `is_ready` decides /ready, and `why` gives the reason.
 
-    All run in request threads.
+    `live` gives the page's data and `metrics` nibble's metrics; None: from `status`. `api`
+    answers the page's chat; None: there is none yet. All run in request threads.
     """
 
     status: Callable[[], dict[str, Any]]
     is_ready: Callable[[], bool]
     why: Callable[[], str] = str
+    live: Callable[[], dict[str, Any]] | None = None
+    metrics: Callable[[], str] | None = None
+    api: Api | None = None
 
 
 class ControlServer:
@@ -39,7 +50,6 @@ class ControlServer:
         port: int,
         status: Callable[[], dict[str, Any]],
         is_ready: Callable[[], bool],
-        why: Callable[[], str] = str,
     ) -> None:
         try:
             self._server = _Server((ADDRESS, port), _Handler)
@@ -51,7 +61,7 @@ class ControlServer:
                 expected="a free port",
                 action="set NIBBLE_CONTROL_PORT to another port",
             ) from None
-        self.answers = Answers(status, is_ready, why)
+        self.answers = Answers(status, is_ready)
 
     @property
     def answers(self) -> Answers:
@@ -101,25 +111,50 @@ class _Handler(JsonHandler):
     timeout = _READ_TIMEOUT_S
 
     def do_GET(self) -> None:
-        self.reply(*self._answer())
+        self._answer()
 
     def do_HEAD(self) -> None:
-        self.reply(*self._answer(), with_body=False)
+        self._answer(with_body=False)
 
-    def _answer(self) -> tuple[int, dict[str, Any]]:
+    def do_POST(self) -> None:
+        api = self.server.answers.api
+        if self.path != CHAT_PATH:
+            self.send_error(501)
+        elif not self._host_is_local():
+            self._refuse_host()
+        elif (refused := refusal(self.headers, api)) is not None:
+            self.reply(refused.status, {"error": {"message": refused.message}})
+        elif api is not None:
+            forward(self, api)
+
+    def _answer(self, with_body: bool = True) -> None:
         if not self._host_is_local():
-            return 403, {"error": "the Host header must be localhost or 127.0.0.1"}
+            return self._refuse_host(with_body)
         path, answers = self.path.partition("?")[0], self.server.answers
-        if path == "/status":
+        if (file := page_file(PAGE_PATH if path == "/" else path)) is not None:
+            headers = {**dict(HEADERS), "Content-Type": file.content_type}
+            return self.reply_bytes(200, file.body, headers, with_body)
+        if path == "/metrics":
+            text = answers.metrics() if answers.metrics else metrics_text(answers.status(), 0)
+            headers = {"Content-Type": METRICS_TYPE, "Cache-Control": "no-store"}
+            return self.reply_bytes(200, text.encode(), headers, with_body)
+        return self.reply(*self._data(path, answers), with_body)
+
+    def _data(self, path: str, answers: Answers) -> tuple[int, dict[str, Any]]:
+        if path in ("/status", STATUS_PATH):
             return 200, answers.status()
+        if path == LIVE_PATH:
+            live = answers.live
+            return 200, live() if live else live_without_engine(answers.status())
         if path == "/ready":
-            ready = answers.is_ready()
-            return (
-                (200, {"ready": True})
-                if ready
-                else (503, {"ready": False, "reason": answers.why()})
-            )
-        return 404, {"error": "this port has only /status and /ready"}
+            if answers.is_ready():
+                return 200, {"ready": True}
+            return 503, {"ready": False, "reason": answers.why()}
+        return 404, {"error": "this port has only /, /status, /ready and /metrics"}
+
+    def _refuse_host(self, with_body: bool = True) -> None:
+        error = {"error": "the Host header must be localhost or 127.0.0.1"}
+        self.reply(403, error, with_body)
 
     def _host_is_local(self) -> bool:
         name = self.headers.get("Host", "").rpartition(":")

@@ -44,10 +44,17 @@ class JsonHandler(BaseHTTPRequestHandler):
     def reply(self, status: int, data: Mapping[str, Any], with_body: bool = True) -> None:
         """Send a JSON answer and close the connection."""
         body = json.dumps(data, default=str).encode() + b"\n"
+        headers = {"Content-Type": "application/json", "Cache-Control": "no-store"}
+        self.reply_bytes(status, body, headers, with_body)
+
+    def reply_bytes(
+        self, status: int, body: bytes, headers: Mapping[str, str], with_body: bool = True
+    ) -> None:
+        """Send an answer and close the connection."""
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
         self.send_header("Connection", "close")
         self.end_headers()
         if with_body:

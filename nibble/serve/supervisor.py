@@ -24,7 +24,7 @@ from nibble.engine.api import (
 )
 from nibble.engine.gate.admission import Admission
 from nibble.engine.installed import build_id
-from nibble.engine.log import DrainReader, ErrorReader, PhaseReader, PhaseUpdate
+from nibble.engine.log import DrainReader, ErrorReader, PhaseReader, PhaseUpdate, message
 from nibble.engine.process import Answering, Ended, Engine, Event, Failed, Stop, Told, child_environ
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine import early_stop
@@ -32,12 +32,14 @@ from nibble.machine.memory import MemorySource
 from nibble.machine.process_table import Activity, activity
 from nibble.machine.processes import once_a_second, signal_name, stop_signals
 from nibble.plan.memory import UNWATCHED, Limits, show_gib
+from nibble.printable import printable
 from nibble.serve.api_key import KeyDecision
 from nibble.serve.control import Answers, ControlServer
 from nibble.serve.drain import drain, until_it_ends
 from nibble.serve.failures import engine_died, kept, stopped_for_memory
 from nibble.serve.hang.end import HangEnd
 from nibble.serve.hang.watch import HangWatch
+from nibble.serve.live import Live
 from nibble.serve.progress import Display, StallWatch, stderr_is_terminal
 from nibble.serve.ready_message import ready_lines
 from nibble.serve.run_folder import make_run_folder, socket_environ
@@ -54,6 +56,7 @@ SUCCESS_S = 600.0  # a server that was ready for so long resets the crash loop
 ENGINE_END_S = 15.0  # vLLM needs 5 s after a lost worker
 _POLL_S = 0.05
 _IDLE_POLL_S = 1.0
+_LINE_CHARS = 300
 
 
 def serve(
@@ -66,6 +69,7 @@ def serve(
     start_times: StartTimes | None = None,
     watch: Nodes | None = None,
     references: Callable[[], Mapping[str, Path]] = dict,
+    failed_starts: int = 0,
 ) -> int:
     """Run the plan until a stop signal; returns the exit code (errors.ExitCode). Call it from the
     main thread.
@@ -76,7 +80,7 @@ def serve(
     (CANARY). No process of vLLM is left. `on_ready` runs in a separate thread when the server is
     ready, `on_success` after SUCCESS_S of that; `start_times` has the last start of this plan.
     `watch` follows the other machines, if any; `references` waits for computed references for the
-    canary, by activations.
+    canary, by activations. `failed_starts` of this plan failed in a row before this one.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -87,7 +91,8 @@ def serve(
 
     with stop_signals(once_a_second(tell)):
         supervisor = Supervisor(
-            plan, environ, key, events, limit, on_success, on_ready, start_times, watch, references
+            *(plan, environ, key, events, limit, on_success, on_ready, start_times, watch),
+            *(references, failed_starts),
         )
         try:
             return int(supervisor.run())
@@ -111,32 +116,38 @@ class Supervisor:
         start_times: StartTimes | None,
         watch: Nodes | None,
         references: Callable[[], Mapping[str, Path]] = dict,
+        failed_starts: int = 0,
     ) -> None:
         settings = plan.settings
         self._plan, self._key, self._events = plan, key, events
         self._on_success, self._on_ready, self._watch = on_success, on_ready, watch
         self._timeline = Timeline(start_times or StartTimes(None))
         self._phases, self._drain_log, self._errors = PhaseReader(), DrainReader(), ErrorReader()
+        self._last_line = ""  # of the log, while vLLM starts: later lines can hold requests
         self._lost = ""  # the first process of vLLM's that ended, where it was not the API server
         self._lock = threading.Lock()
         self._over = threading.Event()
-        answers = Answers(self.status, self._is_ready, self._why)
-        # Where other machines are looked after, the port is open before this run and after it.
-        self._control = (
-            watch.control(answers)
-            if watch
-            else ControlServer(settings.control_port, answers.status, answers.is_ready, answers.why)
+        tls = "--ssl-certfile" in plan.args
+        self._api = Api(
+            reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls
         )
+        gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
+        live = Live(self.status, self._why, self._api, gpus, settings.stall_seconds, failed_starts)
+        answers = Answers(
+            self.status, self._is_ready, self._why, live.to_json, live.metrics, self._api
+        )
+        # Where other machines are looked after, the port is open before this run and after it.
+        if watch is not None:
+            self._control = watch.control(answers)
+        else:
+            self._control = ControlServer(settings.control_port, answers.status, answers.is_ready)
+            self._control.answers = answers
         self._notifier = Notifier(os.environ)
         self._heartbeat = Heartbeat(self._notifier, settings.control_port)
         self._governor = Governor(MemorySource(), limit, self._on_memory)
         self._limit = limit
         self._folder = make_run_folder()
         self._admission = Admission(self._folder / "gate")
-        tls = "--ssl-certfile" in plan.args
-        self._api = Api(
-            reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls
-        )
         elsewhere = watch.reports if watch else dict
         self._proof = Proof(plan, self._folder / "proof", self._api, elsewhere, references)
         self._hangs = HangWatch(
@@ -150,11 +161,11 @@ class Supervisor:
         )
         base = socket_environ(plan, self._folder) | plan.vllm_environ(environ)
         base |= self._proof.environ() | self._hangs.environ()
+        base["NIBBLE_GATE_CONTROL"] = str(settings.control_port)
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         # Last: what fails above leaves no process behind.
         self._engine = Engine(plan.argv(), child, events, self._folder)
         self._display = Display(silence=self._engine.silence)
-        gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
         self._end_of_hang = HangEnd(
             self._engine,
             self._admission,
@@ -202,6 +213,8 @@ class Supervisor:
             "state": self._admission.state,
             **self._timeline.to_json(),
             "last_sign_of_life_age_s": round(self._engine.silence(), 1),
+            "last_line": self._last_line,
+            "lost": self._lost,
             **self._proof.to_json(),
             "facts": dict(self._phases.facts),
             "memory": self._governor.to_json(),
@@ -426,7 +439,10 @@ class Supervisor:
             self._drain_log.feed(line)
             if self._watch is not None:
                 self._watch.feed(line)
-            if self._admission.state == "starting" and (update := self._phases.feed(line)):
+            if self._admission.state != "starting":
+                return
+            self._last_line = printable(message(line))[:_LINE_CHARS] or self._last_line
+            if update := self._phases.feed(line):
                 self._show(update)
 
     def _show(self, update: PhaseUpdate) -> None:

@@ -34,6 +34,7 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_ROOT": "folder that holds targets/, recipes/, rules/ and models/",
     "NIBBLE_IMAGE": "set in an image to its target",
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
+    "NIBBLE_GATE_CONTROL": "supervisor to gate: the control port",
     "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
     contract.REPORT_FOLDER: (
         "supervisor to vLLM's workers: the folder of their reports of the kernels that ran"

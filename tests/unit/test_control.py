@@ -57,7 +57,9 @@ def test_head_of_ready_serves_health_checkers_without_a_body(server: ControlServ
     assert get(server, "/ready", method="HEAD") == (503, b"")
 
 
-@pytest.mark.parametrize("path", ["/", "/status/", "/v1/models", "/../etc/passwd"])
+@pytest.mark.parametrize(
+    "path", ["/status/", "/v1/models", "/nibble/", "/nibble/page.py", "/../etc/passwd"]
+)
 def test_other_paths_are_404(server: ControlServer, path: str) -> None:
     assert get(server, path)[0] == 404
 

@@ -243,7 +243,7 @@ def started(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> list[Pl
     """The plans that would have been launched."""
     plans: list[Plan] = []
 
-    def launch(plan: Plan, *_: object) -> int:
+    def launch(plan: Plan, *_: object, **__: object) -> int:
         plans.append(plan)
         return 0
 

@@ -55,7 +55,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, dict[str, str]]
     """
     plans: list[tuple[Plan, dict[str, str]]] = []
 
-    def launch(plan: Plan, environ: dict[str, str], *_: object) -> int:
+    def launch(plan: Plan, environ: dict[str, str], *_: object, **__: object) -> int:
         plans.append((plan, plan.vllm_environ(environ)))
         return 0
 

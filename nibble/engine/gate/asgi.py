@@ -7,6 +7,7 @@ every API process and reads these variables:
 NIBBLE_API_KEY        the key; unset or empty: requests need no key
 NIBBLE_GATE_STATE     path of the supervisor's state file (state.py); unset: the server stays
                       "starting"
+NIBBLE_GATE_CONTROL   the control port, for the status page's data and nibble's metrics
 NIBBLE_GATE_INTERNAL  a random value per start, which the supervisor's requests send in the header
                       `x-nibble-internal`
 
@@ -23,7 +24,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from nibble.engine.gate.control import METRICS_PATH, ask_control, with_own_metrics
 from nibble.engine.gate.routes import (
+    DATA_PATHS,
     OPEN_METHODS,
     OPEN_PATHS,
     READY_PATH,
@@ -39,6 +42,7 @@ from nibble.engine.guard.connections import guard_connections
 from nibble.engine.guard.protocol import MissingAttribute
 from nibble.engine.guard.refusal import Refused, error_body
 from nibble.engine.guard.request_guard import RequestGuard
+from nibble.engine.page.files import HEADERS, page_file
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -54,11 +58,12 @@ RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of the gate: HTTP status, JSON body, extra headers."""
+    """An answer of the gate: HTTP status, body, extra headers, media type."""
 
     status: int
     body: bytes
     headers: tuple[Header, ...] = ()
+    content_type: bytes = b"application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,13 @@ NOT_FOUND = error_answer(
 )
 
 
+NO_STORE = ((b"cache-control", b"no-store"),)
+PAGE_HEADERS = tuple((name.lower().encode(), value.encode()) for name, value in HEADERS)
+NO_SUPERVISOR = error_answer(
+    503, "ServiceUnavailableError", "nibble's supervisor does not answer on its control port."
+)
+
+
 def judge(
     verb: str, path: str, canonical: bool, caller: Caller, state: State, phase: str
 ) -> Answer | None:
@@ -109,6 +121,10 @@ def judge(
         return _wrong_method(verb, methods)
     if path == READY_PATH:
         return _readiness(state, phase)
+    if (file := page_file(path)) is not None:
+        return Answer(200, file.body, PAGE_HEADERS, file.content_type.encode())
+    if path in DATA_PATHS:
+        return None  # in every state: the page shows them all
     if state != "ready" and not caller.internal:
         return _unavailable(state, phase)
     return None
@@ -152,6 +168,7 @@ class Gate:
     def __init__(self, app: App) -> None:
         self.app = app
         self._key = os.environ.get("NIBBLE_API_KEY", "").encode()
+        self._control = os.environ.get("NIBBLE_GATE_CONTROL", "")
         self._internal = os.environ.get("NIBBLE_GATE_INTERNAL", "").encode()
         self._state = GateState.open(os.environ.get("NIBBLE_GATE_STATE", ""))
         self._guard = RequestGuard()
@@ -164,15 +181,25 @@ class Gate:
             raise ValueError(f"nibble's gate knows http and websocket connections, not {kind!r}")
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
-        answer = judge(verb, router_path(scope), is_canonical(scope), caller, *self._state.get())
+        path = router_path(scope)
+        answer = judge(verb, path, is_canonical(scope), caller, *self._state.get())
+        if answer is None and path in DATA_PATHS:
+            answer = await self._page_data(path)
         if answer is None:
             forwarded = _forwarded(scope, verb, marked)
+            if path == METRICS_PATH and self._control and not caller.internal:
+                forwarded = _uncompressed(forwarded)
+                send = await with_own_metrics(self._control, send)
             if verb == "POST" and not caller.internal:
                 return await self._guarded(forwarded, receive, send)
             return await self.app(forwarded, receive, send)
         if kind == "http":
             return await _send_http(send, answer, with_body=verb != "HEAD")
         return await _refuse_websocket(scope, receive, send, answer)
+
+    async def _page_data(self, path: str) -> Answer:
+        body = await ask_control(self._control, path)
+        return NO_SUPERVISOR if body is None else Answer(200, body, NO_STORE)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read and check the body, then pass the request on or refuse it."""
@@ -233,9 +260,15 @@ def _forwarded(scope: Scope, verb: str, marked: bool) -> Scope:
     return {**scope, **changes} if changes else scope
 
 
+def _uncompressed(scope: Scope) -> Scope:
+    """The scope of a request for an answer without compression, to which text can be added."""
+    kept = [pair for pair in scope["headers"] if pair[0] != b"accept-encoding"]
+    return {**scope, "headers": kept}
+
+
 async def _send_http(send: Send, answer: Answer, with_body: bool = True, prefix: str = "") -> None:
     headers = [
-        (b"content-type", b"application/json"),
+        (b"content-type", answer.content_type),
         (b"content-length", str(len(answer.body)).encode()),
         *answer.headers,
     ]

@@ -11,18 +11,24 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from nibble.engine.page.files import FILE_PATHS, LIVE_PATH, STATUS_PATH
+
 WEBSOCKET = "WEBSOCKET"  # in place of the HTTP method
 
 # Routes that need no key. The gate answers /ready. Once the server is ready, vLLM answers /health,
 # because it notices a dead engine.
 HEALTH_PATH = "/health"
 READY_PATH = "/ready"
-OPEN_PATHS = frozenset({HEALTH_PATH, READY_PATH})
+# The status page's files hold no data, and a browser cannot send the key when it opens a page. Its
+# data (DATA_PATHS) need the key.
+OPEN_PATHS = frozenset({HEALTH_PATH, READY_PATH}) | FILE_PATHS
 OPEN_METHODS = frozenset({"GET", "HEAD"})
+DATA_PATHS = frozenset({LIVE_PATH, STATUS_PATH})
 
 # OPTIONS: CORS preflight requests, which vLLM's CORS middleware answers.
 _POST = frozenset({"POST", "OPTIONS"})
 _GET = frozenset({"GET", "OPTIONS"})
+_READ = frozenset({"GET"})
 
 LISTED: dict[str, frozenset[str]] = {
     HEALTH_PATH: OPEN_METHODS,
@@ -64,7 +70,11 @@ _RESPONSE = re.compile(r"/v1/responses/(?!render(?:/|\Z))[A-Za-z0-9_-]{1,128}(/c
 
 
 def allowed_methods(path: str) -> frozenset[str] | None:
-    """The methods that are passed on for `path` (see router_path); None if it is not listed."""
+    """The methods that are answered for `path` (see router_path); None if it is not listed."""
+    if path in FILE_PATHS:
+        return OPEN_METHODS
+    if path in DATA_PATHS:
+        return _READ
     methods = LISTED.get(path)
     is_response = methods is None and path.startswith("/v1/responses/")
     if is_response and (match := _RESPONSE.fullmatch(path)):

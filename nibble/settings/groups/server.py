@@ -34,7 +34,7 @@ class ServerOptions(BaseModel):
     control_port: int = option(
         8001,
         "Server",
-        "Loopback port of /status and /ready; nibble opens it before vLLM starts.",
+        "Loopback port of the status page, /status and /ready; nibble opens it before vLLM starts.",
         "NIBBLE_CONTROL_PORT",
         flag="--control-port",
         expected="a whole number from 1 to 65535",
