@@ -23,7 +23,8 @@ class ExitCode(IntEnum):
     NO_FIT = 7  # too little memory, shared memory or disk, or the watchdog stopped vLLM
     CANARY = 8  # wrong kernel or wrong answer
     CLUSTER = 9  # cluster preflight failed
-    ENGINE_DIED = 10  # vLLM ended by itself or hung; `status` and `chat`: no server answers
+    ENGINE_DIED = 10  # vLLM ended by itself or hung; a client's verb: no server answers
+    REGRESSION = 11  # `bench --compare`: slower beyond noise; `soak`: a verdict that failed
     CRASH_LOOP = 75  # not started after six failures in a row; do not restart
     TERMINATED = 143  # terminated before the drain was done
 

@@ -23,6 +23,6 @@ compile() { # NAME INPUT…
 }
 
 upgrade=("$@")
-compile cpu --override requirements/cpu-without.txt requirements/cpu.in requirements/common.in pyproject.toml
-compile cuda requirements/cuda.in requirements/common.in pyproject.toml
+compile cpu --override requirements/cpu-without.txt requirements/cpu.in requirements/common.in --extra bench pyproject.toml
+compile cuda requirements/cuda.in requirements/common.in --extra bench pyproject.toml
 compile dev -c requirements/cpu.lock -c requirements/cuda.lock requirements/dev.in

@@ -294,6 +294,74 @@ def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
 
 
 @app.command()
+def bench(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="Address of a server; default: this machine's, at HOST and PORT."),
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(help="Prompt lengths, such as 128,1024. Default: those two, if they fit."),
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option(help="Output lengths, such as 128. Default: 128.")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Requests at the same time. Default: 1,4,16.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=100, help="Rounds of the whole sweep after a warm-up.")
+    ] = 3,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Requests of each cell and round. Default: 4 for each at a time, at least 8.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Served model. Default: the server's first.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder of the model's tokenizer. Default: the server's model folder."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Other server to measure in turns: stock (`vllm serve` with the same checkpoint)."
+        ),
+    ] = None,
+    stock_flags: Annotated[
+        str, typer.Option(help="Flags of `vllm serve` for --against stock, as one word.")
+    ] = "",
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            help="Earlier results.json; exits with 11 if this run is slower beyond noise."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results.json, results.md and a plot as SVG and PNG."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a running server with `vllm bench serve`: tokens/s, time to first token and between
+    tokens.
+    """
+    from nibble.cli.bench import Wishes
+    from nibble.cli.bench import bench as run
+
+    wishes = Wishes(
+        url, model, prompt_tokens, output_tokens, concurrency, rounds, requests, tokenizer,
+        against, stock_flags, compare, out,
+    )  # fmt: skip
+    raise typer.Exit(run(wishes, dict(os.environ), as_json))
+
+
+@app.command()
 def version(as_json: Json = False) -> None:
     """Show versions of nibble and of the software that it runs."""
     from nibble.cli.version import versions

@@ -50,10 +50,11 @@ def _path(environ: Mapping[str, str]) -> Path:
 
 def _of(cores: ComputeCores) -> dict[str, object]:
     """What a measurement holds for: another machine or cpuset may share the cache."""
-    return {"cpus": list(cores.cpus), "threads": cores.threads, "processor": _processor()}
+    return {"cpus": list(cores.cpus), "threads": cores.threads, "processor": processor_line()}
 
 
-def _processor() -> str:
+def processor_line() -> str:
+    """The line of /proc/cpuinfo that names the processor, or nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,0 +1,1 @@
+"""Measures a running server as its clients see it."""

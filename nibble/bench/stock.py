@@ -1,0 +1,94 @@
+"""Stock vLLM beside nibble's server: the same checkpoint and length, vLLM's own settings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from nibble.bench.about import clean_environ
+from nibble.bench.served import Served, find_served, is_alive
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.processes import die_with_parent
+from nibble.printable import printable
+from nibble.serve.endpoint import Endpoint
+
+NAME = "default"
+START_LIMIT_S, _END_S, _POLL_S = 1800.0, 30.0, 0.5
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stock_words(served: Served, port: int, flags: Sequence[str]) -> list[str]:
+    """The words after `vllm`. `flags` follow, so that they win."""
+    return [
+        *("serve", served.root, "--served-model-name", NAME),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", str(served.max_model_len), *flags),
+    ]
+
+
+@contextlib.contextmanager
+def stock_vllm(
+    served: Served, flags: Sequence[str], log: Path, environ: Mapping[str, str]
+) -> Iterator[tuple[Endpoint, Served]]:
+    """`vllm serve` while the block runs. Raises ENGINE_DIED where it does not start."""
+    endpoint = Endpoint("127.0.0.1", free_port())
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main",
+             *stock_words(served, endpoint.port, flags)],
+            env=clean_environ(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True, preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread runs yet
+        )  # fmt: skip
+    try:
+        _wait_until_ready(child, endpoint, log)
+        yield endpoint, find_served(endpoint, environ, "bench", NAME)
+    finally:
+        _end(child)
+
+
+def _wait_until_ready(child: subprocess.Popen[bytes], endpoint: Endpoint, log: Path) -> None:
+    began = time.monotonic()
+    while not is_alive(endpoint):
+        if child.poll() is not None or time.monotonic() - began > START_LIMIT_S:
+            raise NibbleError(
+                ExitCode.ENGINE_DIED,
+                what=f"stock vLLM did not start: {last_error(log.read_text(errors='replace'))}",
+                action=(
+                    f"see {log}; leave it memory beside nibble's server (GPU_MEMORY_UTIL), or give"
+                    " it flags with --stock-flags"
+                ),
+            )
+        time.sleep(_POLL_S)
+
+
+def last_error(log: str) -> str:
+    """The line of a log that says why vLLM ended: the last exception that says something, else the
+    last line.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line and "See root cause" not in line]
+    found = (errors or lines or ["it printed nothing"])[-1]
+    return printable(found[found.find("Error: ") + len("Error: ") :] if errors else found)[:300]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to its API process, then SIGKILL to its session."""
+    child.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

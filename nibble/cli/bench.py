@@ -1,0 +1,292 @@
+"""`nibble bench`: measures a running server, alone or beside stock vLLM, and shows the result."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nibble.bench import report as words
+from nibble.bench.about import about_machine, about_software, energy_of
+from nibble.bench.compare import compare, ratios, refuse_others
+from nibble.bench.driver import Driver
+from nibble.bench.files import MARKDOWN, PLOT, open_folder, read_result, write_json
+from nibble.bench.result import Measured, Round, gather
+from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
+from nibble.bench.served import Served, find_served
+from nibble.bench.stock import stock_vllm
+from nibble.bench.sweep import Cell, make_sweep
+from nibble.cli.common import say
+from nibble.cli.tables import plain_table, wide_console
+from nibble.errors import ExitCode, NibbleError
+from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
+from nibble.serve.progress import stderr_is_terminal
+
+VERB = "bench"
+STOCK = "stock"
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user typed. None or nothing: nibble decides."""
+
+    url: str | None = None
+    model: str | None = None
+    prompts: str | None = None
+    outputs: str | None = None
+    concurrency: str | None = None
+    rounds: int = 3
+    requests: int | None = None
+    tokenizer: str | None = None
+    against: str | None = None
+    stock_flags: str = ""
+    compare: Path | None = None
+    out: Path | None = None
+
+
+def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
+    """Measure and show; the exit code. Raises NibbleError, after what was measured is shown and
+    written.
+    """
+    if wishes.against not in (None, STOCK):
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"--against is {wishes.against!r}",
+            expected=STOCK,
+            action="correct --against",
+        )
+    flags = _flags(wishes.stock_flags)
+    endpoint = endpoint_at(wishes.url, environ) if wishes.url else local_endpoint(environ)
+    old = read_result(wishes.compare) if wishes.compare else None
+    served = find_served(endpoint, environ, VERB, wishes.model)
+    cells = make_sweep(wishes.prompts, wishes.outputs, wishes.concurrency, served.max_model_len)
+    about = _about(wishes, endpoint, served)
+    if old is not None:
+        refuse_others(old[0], about["model"], about["machine"])
+    tokenizer = _tokenizer(wishes, served)
+    if wishes.out is not None:
+        open_folder(wishes.out)
+    with tempfile.TemporaryDirectory(prefix="nibble-bench-") as scratch:
+        logs = wishes.out or Path(scratch)
+        with _sides(wishes, endpoint, served, flags, logs, environ) as sides:
+            with Driver(logs / "bench.log", environ) as driver:
+                run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
+                about["sides"] = [_side_json(side, flags) for side in sides]
+                plan = steps(cells, sides, wishes.rounds)
+                taken: list[tuple[str, Cell, Round]] = []
+                keep = _keeper(wishes, about)
+                failure = _measure(run, plan, taken, keep)
+    found = _report(wishes, about, gather(taken), failure, old)
+    _publish(found, wishes, as_json)
+    if isinstance(failure, NibbleError):
+        raise failure
+    if failure is not None:
+        return INTERRUPTED
+    return _verdict(found)
+
+
+def _flags(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"--stock-flags {text!r} cannot be split into words ({error})",
+            action="correct its quotes",
+        ) from None
+
+
+def _tokenizer(wishes: Wishes, served: Served) -> str:
+    """The folder or id of the tokenizer that makes prompts."""
+    if wishes.tokenizer is not None:
+        if not Path(wishes.tokenizer, "config.json").is_file() and wishes.tokenizer != served.root:
+            raise NibbleError(
+                ExitCode.MODEL,
+                what=f"{wishes.tokenizer} is not the folder of a model",
+                expected="a folder with config.json and a tokenizer",
+                action="correct --tokenizer",
+            )
+        return wishes.tokenizer
+    return str(served.folder or served.root)
+
+
+def _about(wishes: Wishes, endpoint: Endpoint, served: Served) -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["nibble", *sys.argv[1:]]),
+        "model": served.to_json(),
+        "machine": about_machine(endpoint),
+        "software": about_software(),
+        "rounds": wishes.rounds,
+        "requests": wishes.requests,
+    }
+
+
+@contextlib.contextmanager
+def _sides(
+    wishes: Wishes,
+    endpoint: Endpoint,
+    served: Served,
+    flags: Sequence[str],
+    logs: Path,
+    environ: Mapping[str, str],
+) -> Iterator[list[Side]]:
+    """The servers that take part; stock vLLM runs while the block does."""
+    ours = Side("nibble", endpoint, served)
+    if wishes.against is None:
+        yield [ours]
+        return
+    if not endpoint.is_local:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=f"--against {STOCK} starts a server here, and {endpoint.address} is elsewhere",
+            expected="a server on this machine",
+            action="run `nibble bench` where the server runs",
+        )
+    say(f"stock vLLM starts with {served.root}")
+    with stock_vllm(served, flags, logs / "stock.log", environ) as (other, model):
+        yield [ours, Side(STOCK, other, model)]
+
+
+def _side_json(side: Side, flags: Sequence[str]) -> dict[str, Any]:
+    extra = {"flags": list(flags)} if side.name == STOCK else {}
+    return {"name": side.name, "url": side.endpoint.url, "model": side.served.name, **extra}
+
+
+def _keeper(wishes: Wishes, about: Mapping[str, Any]) -> Callable[[Sequence[Any]], None]:
+    """Writes what was measured after each round, so that no end loses it."""
+
+    def keep(taken: Sequence[tuple[str, Cell, Round]]) -> None:
+        if wishes.out is not None:
+            write_json(wishes.out, words.Report(about, gather(taken), "not yet").to_json())
+
+    return keep
+
+
+def _measure(
+    run: Bench,
+    plan: Sequence[Step],
+    taken: list[tuple[str, Cell, Round]],
+    keep: Callable[[Sequence[Any]], None],
+) -> NibbleError | KeyboardInterrupt | None:
+    """Fill `taken`; what ended it early, or None."""
+    try:
+        with _progress(len(plan)) as begin:
+            for one in run.run(plan, begin):
+                taken.append(one)
+                keep(taken)
+    except (NibbleError, KeyboardInterrupt) as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Step], None]]:
+    """Tells of each step: a bar on a terminal, else a line for each round."""
+    if not stderr_is_terminal():
+        seen: set[int] = set()
+
+        def tell(step: Step) -> None:
+            if step.round not in seen:
+                seen.add(step.round)
+                say("warm-up" if step.round == WARM_UP else f"round {step.round}")
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("[nibble] {task.description}", markup=False), BarColumn(),
+               MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("starts", total=total)
+        done = -1
+
+        def show(step: Step) -> None:
+            nonlocal done
+            done += 1
+            name = "warm-up" if step.round == WARM_UP else f"round {step.round}"
+            text = f"{name}: {step.cell}, {step.side.name}"
+            bars.update(task, completed=done, description=text)
+
+        yield show
+        bars.update(task, completed=total)
+
+
+def _report(
+    wishes: Wishes,
+    about: Mapping[str, Any],
+    cells: tuple[Measured, ...],
+    failure: BaseException | None,
+    old: tuple[dict[str, Any], tuple[Measured, ...]] | None,
+) -> words.Report:
+    ended = "" if failure is None else str(failure) or "interrupted"
+    found = words.Report(about, cells, ended)
+    if wishes.against:
+        found = replace(found, against=STOCK, ratios=ratios(cells, "nibble", STOCK))
+    if old is not None and failure is None:
+        ours = tuple(one for one in cells if one.side == "nibble")
+        found = replace(found, compared=str(wishes.compare), changes=compare(old[1], ours))
+    return found
+
+
+def _publish(found: words.Report, wishes: Wishes, as_json: bool) -> None:
+    """Write files and print: also what was measured before an end."""
+    if wishes.out is not None and found.cells:
+        write_json(wishes.out, found.to_json())
+        has_plot = _draw(found, wishes.out)
+        (wishes.out / MARKDOWN).write_text(words.markdown(found, has_plot))
+        say(f"results in {wishes.out}")
+    if as_json:
+        from nibble.cli.common import print_json
+
+        print_json(found.to_json())
+    elif found.cells:
+        _show(found)
+
+
+def _draw(found: words.Report, out: Path) -> bool:
+    from nibble.bench.plot import draw
+
+    try:
+        draw(str(found.about["model"]["id"]), found.cells, out / PLOT)
+    except ImportError:
+        say("no plot: matplotlib is not installed; `pip install 'nibble-appliance[bench]'`")
+        return False
+    return True
+
+
+def _show(found: words.Report) -> None:
+    several = len({one.side for one in found.cells}) > 1
+    left_out = {"server": several, "J/token": found.has_energy}
+    keep = [place for place, name in enumerate(words.HEADINGS) if left_out.get(name, True)]
+    table = plain_table(*(words.HEADINGS[place] for place in keep))
+    for one in found.cells:
+        cells = words.row(one)
+        table.add_row(*(cells[place] for place in keep))
+    wide_console().print(table)
+    for line in words.ratio_lines(found.ratios, found.against):
+        print(line)
+    for line in words.change_lines(found.changes):
+        print(line)
+    for line in words.reasons(found.cells):
+        print(f"error: {line}")
+
+
+def _verdict(found: words.Report) -> int:
+    worse = [one for one in found.changes if one.verdict == "worse"]
+    return int(ExitCode.REGRESSION if worse else ExitCode.OK)
