@@ -47,31 +47,35 @@ class Change:
 
 
 def compare(old: Sequence[Measured], new: Sequence[Measured]) -> tuple[Change, ...]:
-    """Changes of every cell that both have. Raises CONFIG where they share none, or have too few
-    rounds.
-    """
+    """Changes of every cell that both have."""
     before = {one.cell: one for one in old}
     pairs = [(before[one.cell], one) for one in new if one.cell in before]
-    if not pairs:
+    spreads = {name: [one.spread(name) for pair in pairs for one in pair] for name in JUDGED}
+    return tuple(
+        _change(*pair, name, statistics.median(spreads[name])) for pair in pairs for name in JUDGED
+    )
+
+
+def refuse_too_little(old: Sequence[Measured], cells: Sequence[Cell], rounds: int) -> None:
+    """Raises CONFIG where the sweep `cells` shares no cell with the old result, or where either has
+    too few rounds.
+    """
+    shared = [one for one in old if one.cell in cells]
+    if not shared:
         raise NibbleError(
             ExitCode.CONFIG,
-            what="the two results have no prompt, output and concurrency in common",
-            expected=f"one of {', '.join(str(one.cell) for one in old[:4])}",
-            action="measure the same sweep",
+            what="the result to compare with has none of this sweep's cells",
+            expected=", ".join(str(one.cell) for one in old[:4]) or "a cell",
+            action="measure the same prompts, outputs and concurrency",
         )
-    fewest = min(len(one.rounds) for pair in pairs for one in pair)
+    fewest = min(rounds, *(len(one.rounds) for one in shared))
     if fewest < FEWEST_ROUNDS:
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"a result of {fewest} rounds does not show how much they differ by chance",
-            expected=f"{FEWEST_ROUNDS} rounds or more",
-            action=f"measure both with --rounds {FEWEST_ROUNDS}",
+            what=f"results of {fewest} rounds do not show how much they differ by chance",
+            expected=f"{FEWEST_ROUNDS} rounds or more in both",
+            action=f"measure with --rounds {FEWEST_ROUNDS}",
         )
-    usual = {
-        name: statistics.median(one.spread(name) for pair in pairs for one in pair)
-        for name in JUDGED
-    }
-    return tuple(_change(*pair, name, usual[name]) for pair in pairs for name in JUDGED)
 
 
 def _change(old: Measured, new: Measured, figure: str, usual: float) -> Change:

@@ -12,6 +12,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.disk import write_problem
 
 FORMAT = "nibble bench 1"
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 JSON, MARKDOWN, PLOT = "results.json", "results.md", "results"
 
 
@@ -56,15 +57,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], tuple[Measured, ...]]:
         cells = tuple(measured_from_json(one) for one in found["cells"])
         side = found["sides"][0]["name"]
         return found, tuple(one for one in cells if one.side == side)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-    ) as error:
+    except (OSError, *_MALFORMED) as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise NibbleError(
             ExitCode.USAGE,

@@ -13,6 +13,7 @@ PANELS = (
     ("ttft_ms", "ttft_p99_ms", "Time to first token, ms", "median, p99 dotted"),
     ("between_ms", "between_p99_ms", "Time between tokens, ms", "median, p99 dotted"),
 )
+UNDATED = {".svg": {"Date": None}}
 INCHES, DOTS_PER_INCH = (12.6, 4.4), 130
 
 
@@ -40,8 +41,7 @@ def draw(title: str, cells: Sequence[Measured], stem: Path) -> list[Path]:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         paths = [stem.with_suffix(suffix) for suffix in (".svg", ".png")]
         for path in paths:
-            plain = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
-            figure.savefig(path, dpi=DOTS_PER_INCH, **plain)
+            figure.savefig(path, dpi=DOTS_PER_INCH, metadata=UNDATED.get(path.suffix))
         pyplot.close(figure)
     return paths
 
@@ -53,16 +53,7 @@ def _panel(axis: Any, panel: tuple[str, str, str, str], cells: Sequence[Measured
         where = [one.cell.concurrency for one in line]
         label = f"{side + ', ' if several else ''}{prompt} + {output} tokens"
         middle = [one.median(figure) for one in line]
-        ends = [
-            [
-                max(0.0, value - min(getattr(turn, figure) for turn in one.rounds))
-                for one, value in zip(line, middle, strict=True)
-            ],
-            [
-                max(0.0, max(getattr(turn, figure) for turn in one.rounds) - value)
-                for one, value in zip(line, middle, strict=True)
-            ],
-        ]
+        ends = list(zip(*(_reach(one, figure) for one in line), strict=True))
         colour = f"C{place}"
         axis.errorbar(where, middle, yerr=ends, marker="o", capsize=3, color=colour, label=label)
         if p99:
@@ -75,3 +66,9 @@ def _panel(axis: Any, panel: tuple[str, str, str, str], cells: Sequence[Measured
     axis.set_xlabel("requests at the same time")
     axis.set_title(f"{name}\n{note}", fontsize=9)
     axis.grid(alpha=0.3)
+
+
+def _reach(one: Measured, figure: str) -> tuple[float, float]:
+    """How far its rounds lie below and above their median."""
+    values, middle = [getattr(turn, figure) for turn in one.rounds], one.median(figure)
+    return middle - min(values), max(values) - middle

@@ -79,7 +79,7 @@ def row(one: Measured) -> tuple[str, ...]:
 
 
 def ratio_lines(ratios: Sequence[Ratio], against: str) -> Iterator[str]:
-    """A line for each cell and figure, such as `… tokens/s: 1.31× stock (1.28 to 1.35)`."""
+    """A line for each cell and figure, with the range of the rounds."""
     for one in ratios:
         yield (
             f"{one.cell}: {WORDS[one.figure]}: {one.median:.2f}× as fast as {against}"
@@ -102,9 +102,8 @@ def change_lines(changes: Sequence[Change]) -> Iterator[str]:
 
 def reasons(cells: Sequence[Measured]) -> list[str]:
     """Different errors of all rounds."""
-    return list(
-        dict.fromkeys(text for one in cells for turn in one.rounds for text in turn.reasons)
-    )
+    rounds = [turn for one in cells for turn in one.rounds]
+    return list(dict.fromkeys(text for turn in rounds for text in turn.reasons))
 
 
 def markdown(report: Report, has_plot: bool) -> str:

@@ -1,4 +1,4 @@
-"""What a benchmark measures: prompt tokens × output tokens × requests at the same time. Pure."""
+"""What a benchmark measures: prompt tokens, output tokens, requests at the same time. Pure."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from nibble.bench import report as words
 from nibble.bench.about import about_machine, about_software, energy_of
-from nibble.bench.compare import compare, ratios, refuse_others
+from nibble.bench.compare import compare, ratios, refuse_others, refuse_too_little
 from nibble.bench.driver import Driver
 from nibble.bench.files import MARKDOWN, PLOT, open_folder, read_result, write_json
 from nibble.bench.result import Measured, Round, gather
@@ -70,19 +70,21 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     about = _about(wishes, endpoint, served)
     if old is not None:
         refuse_others(old[0], about["model"], about["machine"])
+        refuse_too_little(old[1], cells, wishes.rounds)
     tokenizer = _tokenizer(wishes, served)
     if wishes.out is not None:
         open_folder(wishes.out)
     with tempfile.TemporaryDirectory(prefix="nibble-bench-") as scratch:
         logs = wishes.out or Path(scratch)
-        with _sides(wishes, endpoint, served, flags, logs, environ) as sides:
-            with Driver(logs / "bench.log", environ) as driver:
-                run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
-                about["sides"] = [_side_json(side, flags) for side in sides]
-                plan = steps(cells, sides, wishes.rounds)
-                taken: list[tuple[str, Cell, Round]] = []
-                keep = _keeper(wishes, about)
-                failure = _measure(run, plan, taken, keep)
+        with (
+            _sides(wishes, endpoint, served, flags, logs, environ) as sides,
+            Driver(logs / "bench.log", environ) as driver,
+        ):
+            run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
+            about["sides"] = [_side_json(side, flags) for side in sides]
+            plan = steps(cells, sides, wishes.rounds)
+            taken: list[tuple[str, Cell, Round]] = []
+            failure = _measure(run, plan, taken, _keeper(wishes, about))
     found = _report(wishes, about, gather(taken), failure, old)
     _publish(found, wishes, as_json)
     if isinstance(failure, NibbleError):
@@ -251,7 +253,7 @@ def _publish(found: words.Report, wishes: Wishes, as_json: bool) -> None:
         has_plot = _draw(found, wishes.out)
         (wishes.out / MARKDOWN).write_text(words.markdown(found, has_plot))
         say(f"results in {wishes.out}")
-    if as_json:
+    if as_json and found.cells:
         from nibble.cli.common import print_json
 
         print_json(found.to_json())

@@ -29,7 +29,9 @@ def main() -> None:
     add_cli_args(parser)
 
     def measure(words: Sequence[str]) -> dict[str, Any]:
-        return asyncio.run(main_async(parser.parse_args([*words, "--save-detailed"])))
+        arguments = parser.parse_args([*words, "--save-detailed"])
+        assert arguments is not None
+        return asyncio.run(main_async(arguments))
 
     _tell(answers, {"ready": True})
     for line in sys.stdin:

@@ -107,7 +107,8 @@ def endpoint_at(url: str, environ: Mapping[str, str]) -> Endpoint:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/", "/v1"):
+    is_known = parts.scheme in ("http", "https") and parts.path in ("", "/", "/v1", "/v1/")
+    if not host or not is_known or parts.username:
         raise NibbleError(
             ExitCode.USAGE,
             what=f"{url!r} is not the address of a server",
