@@ -20,7 +20,7 @@ from nibble.errors import ExitCode, NibbleError
 SAFETY = 1.5
 NOISE_FLOOR = 0.05  # two starts of one server differ by a few percent
 FEWEST_ROUNDS = 3  # fewer say nothing about noise
-JUDGED = ("tokens_per_s", "ttft_ms", "between_ms")  # a p99 of few requests is one request's time
+JUDGED = ("tokens_per_s", "ttft_ms", "per_token_ms")  # a p99 of few requests is one request's time
 Verdict = Literal["better", "worse", "same"]
 
 

@@ -8,7 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +98,17 @@ class Driver:
 
 
 def words_for(
-    endpoint: Endpoint, name: str, tokenizer: str, cell: Cell, requests: int, seed: int
+    endpoint: Endpoint, name: str, tokenizer: Sequence[str], cell: Cell, requests: int, seed: int
 ) -> list[str]:
     """The words after `vllm bench serve` for one round. Greedy; every answer has all tokens.
+
+    `tokenizer`: flags that name it.
 
     A prompt depends on `seed` alone: two servers get the same ones, two rounds different ones, so
     that no prefix cache answers.
     """
     return [
-        *("--base-url", endpoint.url, "--model", name, "--tokenizer", tokenizer),
+        *("--base-url", endpoint.url, "--model", name, *tokenizer),
         *("--dataset-name", "random", "--temperature", "0", "--seed", str(seed)),
         *("--random-input-len", str(cell.prompt_tokens)),
         *("--random-output-len", str(cell.output_tokens)),

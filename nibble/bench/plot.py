@@ -11,7 +11,7 @@ from nibble.bench.result import Measured
 PANELS = (
     ("tokens_per_s", "", "Output tokens/s", "more is better"),
     ("ttft_ms", "ttft_p99_ms", "Time to first token, ms", "median, p99 dotted"),
-    ("between_ms", "between_p99_ms", "Time between tokens, ms", "median, p99 dotted"),
+    ("per_token_ms", "between_p99_ms", "Time between tokens, ms", "median, p99 dotted"),
 )
 UNDATED = {".svg": {"Date": None}}
 INCHES, DOTS_PER_INCH = (12.6, 4.4), 130

@@ -17,7 +17,7 @@ HEADINGS = (
 WORDS = {
     "tokens_per_s": "tokens/s",
     "ttft_ms": "time to first token",
-    "between_ms": "time between tokens",
+    "per_token_ms": "time between tokens",
 }
 
 
@@ -62,16 +62,15 @@ def row(one: Measured) -> tuple[str, ...]:
     """A cell in the order of HEADINGS."""
     cell, energy = one.cell, one.joules_per_token
 
-    def pair(figure: str) -> str:
-        p99 = figure.replace("_ms", "_p99_ms")
+    def pair(figure: str, p99: str) -> str:
         return f"{number(one.median(figure))} ({number(one.median(p99))})"
 
     return (
         *(str(value) for value in (cell.prompt_tokens, cell.output_tokens, cell.concurrency)),
         one.side,
         number(one.median("tokens_per_s")),
-        pair("ttft_ms"),
-        pair("between_ms"),
+        pair("ttft_ms", "ttft_p99_ms"),
+        pair("per_token_ms", "between_p99_ms"),
         f"{one.errors} of {one.requests}" if one.errors else "0",
         "" if energy is None else number(energy),
         f"{100 * one.spread('tokens_per_s'):.1f} %" if len(one.rounds) > 1 else "",

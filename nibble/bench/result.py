@@ -17,7 +17,7 @@ FIGURES: Mapping[str, bool] = {
     "tokens_per_s": True,
     "ttft_ms": False,
     "ttft_p99_ms": False,
-    "between_ms": False,
+    "per_token_ms": False,
     "between_p99_ms": False,
 }
 _FROM_VLLM = {
@@ -34,8 +34,9 @@ _FROM_VLLM = {
 
 @dataclass(frozen=True)
 class Round:
-    """One run of one cell. Times are medians in ms unless a name says p99; `between_ms` lies
-    between two pieces of a stream, `per_token_ms` is a request's time per token after the first.
+    """One run of one cell. Times are medians in ms unless a name says p99. `per_token_ms` is a
+    request's time per token after the first; `between_ms` lies between two pieces of a stream, of
+    which a busy client reads several at once.
 
     `errors` counts requests that failed or whose answer was shorter than asked. `joules`: of the
     GPUs, None without a counter.
@@ -152,9 +153,10 @@ def measured_from_json(found: Mapping[str, Any]) -> Measured:
     return Measured(str(found["side"]), cell, rounds)
 
 
-def gather(rounds: Sequence[tuple[str, Cell, Round]]) -> tuple[Measured, ...]:
-    """Rounds in the order they were taken -> cells in the order of their first round."""
-    found: dict[tuple[str, Cell], list[Round]] = {}
+def gather(rounds: Sequence[tuple[str, Cell, Round]], sides: Sequence[str]) -> tuple[Measured, ...]:
+    """Rounds in any order -> cells in theirs, with `sides` in each."""
+    found: dict[tuple[Cell, str], list[Round]] = {}
     for side, cell, one in rounds:
-        found.setdefault((side, cell), []).append(one)
-    return tuple(Measured(side, cell, tuple(many)) for (side, cell), many in found.items())
+        found.setdefault((cell, side), []).append(one)
+    order = sorted(found, key=lambda key: (key[0], sides.index(key[1])))
+    return tuple(Measured(side, cell, tuple(found[cell, side])) for cell, side in order)

@@ -51,10 +51,12 @@ def steps(cells: Sequence[Cell], sides: Sequence[Side], rounds: int) -> list[Ste
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs share. `requests`: of a round, None for the default; `verb` for messages."""
+    """What all runs share. `tokenizer`: flags that name it; `requests`: of a round, None for the
+    default; `verb`: for messages.
+    """
 
     driver: Driver
-    tokenizer: str
+    tokenizer: Sequence[str]
     requests: int | None
     energy: Energy
     environ: Mapping[str, str]

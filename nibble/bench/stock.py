@@ -30,25 +30,34 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def stock_words(served: Served, port: int, flags: Sequence[str]) -> list[str]:
-    """The words after `vllm`. `flags` follow, so that they win."""
+def stock_words(
+    served: Served, port: int, kv_cache_bytes: int | None, flags: Sequence[str]
+) -> list[str]:
+    """The words after `vllm`: checkpoint, length and KV cache of nibble's server. `flags` follow,
+    so that they win. Without a KV cache's size, vLLM takes most of the memory.
+    """
+    cache = [] if kv_cache_bytes is None else ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     return [
         *("serve", served.root, "--served-model-name", NAME),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", str(served.max_model_len), *flags),
+        *("--max-model-len", str(served.max_model_len), *cache, *flags),
     ]
 
 
 @contextlib.contextmanager
 def stock_vllm(
-    served: Served, flags: Sequence[str], log: Path, environ: Mapping[str, str]
+    served: Served,
+    kv_cache_bytes: int | None,
+    flags: Sequence[str],
+    log: Path,
+    environ: Mapping[str, str],
 ) -> Iterator[tuple[Endpoint, Served]]:
     """`vllm serve` while the block runs. Raises ENGINE_DIED where it does not start."""
     endpoint = Endpoint("127.0.0.1", free_port())
     with log.open("wb") as file:
         child = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main",
-             *stock_words(served, endpoint.port, flags)],
+             *stock_words(served, endpoint.port, kv_cache_bytes, flags)],
             env=clean_environ(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread runs yet
         )  # fmt: skip
@@ -67,8 +76,8 @@ def _wait_until_ready(child: subprocess.Popen[bytes], endpoint: Endpoint, log: P
                 ExitCode.ENGINE_DIED,
                 what=f"stock vLLM did not start: {last_error(log.read_text(errors='replace'))}",
                 action=(
-                    f"see {log}; leave it memory beside nibble's server (GPU_MEMORY_UTIL), or give"
-                    " it flags with --stock-flags"
+                    f"see {log}; leave it memory beside nibble's server, such as with --stock-flags"
+                    " '--gpu-memory-utilization 0.4'"
                 ),
             )
         time.sleep(_POLL_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +24,14 @@ from nibble.bench.served import Served, find_served
 from nibble.bench.stock import stock_vllm
 from nibble.bench.sweep import Cell, make_sweep
 from nibble.cli.common import say
+from nibble.cli.status import read_status
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
 from nibble.serve.progress import stderr_is_terminal
 
 VERB = "bench"
-STOCK = "stock"
+OURS, STOCK = SIDES = ("nibble", "stock")
 INTERRUPTED = 130
 
 
@@ -62,7 +64,7 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
             expected=STOCK,
             action="correct --against",
         )
-    flags = _flags(wishes.stock_flags)
+    _flags(wishes.stock_flags)
     endpoint = endpoint_at(wishes.url, environ) if wishes.url else local_endpoint(environ)
     old = read_result(wishes.compare) if wishes.compare else None
     served = find_served(endpoint, environ, VERB, wishes.model)
@@ -71,21 +73,21 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     if old is not None:
         refuse_others(old[0], about["model"], about["machine"])
         refuse_too_little(old[1], cells, wishes.rounds)
-    tokenizer = _tokenizer(wishes, served)
+    plan = _plan_of(endpoint, environ)
+    tokenizer = _tokenizer(wishes, served, plan)
     if wishes.out is not None:
         open_folder(wishes.out)
-    with tempfile.TemporaryDirectory(prefix="nibble-bench-") as scratch:
-        logs = wishes.out or Path(scratch)
-        with (
-            _sides(wishes, endpoint, served, flags, logs, environ) as sides,
-            Driver(logs / "bench.log", environ) as driver,
-        ):
-            run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
-            about["sides"] = [_side_json(side, flags) for side in sides]
-            plan = steps(cells, sides, wishes.rounds)
-            taken: list[tuple[str, Cell, Round]] = []
-            failure = _measure(run, plan, taken, _keeper(wishes, about))
-    found = _report(wishes, about, gather(taken), failure, old)
+    taken: list[tuple[str, Cell, Round]] = []
+    with (
+        _logs(wishes.out) as logs,
+        _sides(wishes, endpoint, served, plan, logs, environ) as sides,
+        Driver(logs / "bench.log", environ) as driver,
+    ):
+        run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
+        about["sides"] = [_side_json(side, wishes, plan) for side in sides]
+        order = steps(cells, sides, wishes.rounds)
+        failure = _measure(run, order, taken, _keeper(wishes, about))
+    found = _report(wishes, about, gather(taken, SIDES), failure, old)
     _publish(found, wishes, as_json)
     if isinstance(failure, NibbleError):
         raise failure
@@ -105,18 +107,45 @@ def _flags(text: str) -> list[str]:
         ) from None
 
 
-def _tokenizer(wishes: Wishes, served: Served) -> str:
-    """The folder or id of the tokenizer that makes prompts."""
-    if wishes.tokenizer is not None:
-        if not Path(wishes.tokenizer, "config.json").is_file() and wishes.tokenizer != served.root:
-            raise NibbleError(
-                ExitCode.MODEL,
-                what=f"{wishes.tokenizer} is not the folder of a model",
-                expected="a folder with config.json and a tokenizer",
-                action="correct --tokenizer",
-            )
-        return wishes.tokenizer
-    return str(served.folder or served.root)
+def _plan_of(endpoint: Endpoint, environ: Mapping[str, str]) -> Mapping[str, Any]:
+    """The plan of the server, where nibble's control port on this machine shows it; else empty."""
+    if endpoint.is_local:
+        with contextlib.suppress(NibbleError):
+            plan = read_status(environ).get("plan") or {}
+            if plan.get("choices", {}).get("port", {}).get("value") == endpoint.port:
+                return plan
+    return {}
+
+
+def _flag(plan: Mapping[str, Any], name: str) -> Any:
+    return plan.get("args", {}).get(name, {}).get("value")
+
+
+@contextlib.contextmanager
+def _logs(out: Path | None) -> Iterator[Path]:
+    """A folder for logs: `out`, or a temporary one that stays where the block fails."""
+    folder = out or Path(tempfile.mkdtemp(prefix="nibble-bench-"))
+    yield folder
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tokenizer(wishes: Wishes, served: Served, plan: Mapping[str, Any]) -> list[str]:
+    """Flags of the tokenizer that makes prompts: the model's, read as its server reads it."""
+    named = wishes.tokenizer
+    if named is not None and not Path(named, "config.json").is_file():
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=f"{named} is not the folder of a model",
+            expected="a folder with config.json and a tokenizer",
+            action="correct --tokenizer",
+        )
+    mode = _flag(plan, "--tokenizer-mode")
+    return [
+        *("--tokenizer", named or str(served.folder or served.root)),
+        *(("--tokenizer-mode", str(mode)) if mode else ()),
+        *(("--trust-remote-code",) if _flag(plan, "--trust-remote-code") else ()),
+    ]
 
 
 def _about(wishes: Wishes, endpoint: Endpoint, served: Served) -> dict[str, Any]:
@@ -136,12 +165,12 @@ def _sides(
     wishes: Wishes,
     endpoint: Endpoint,
     served: Served,
-    flags: Sequence[str],
+    plan: Mapping[str, Any],
     logs: Path,
     environ: Mapping[str, str],
 ) -> Iterator[list[Side]]:
     """The servers that take part; stock vLLM runs while the block does."""
-    ours = Side("nibble", endpoint, served)
+    ours = Side(OURS, endpoint, served)
     if wishes.against is None:
         yield [ours]
         return
@@ -153,13 +182,16 @@ def _sides(
             action="run `nibble bench` where the server runs",
         )
     say(f"stock vLLM starts with {served.root}")
-    with stock_vllm(served, flags, logs / "stock.log", environ) as (other, model):
+    cache, flags = _flag(plan, "--kv-cache-memory-bytes"), _flags(wishes.stock_flags)
+    with stock_vllm(served, cache, flags, logs / "stock.log", environ) as (other, model):
         yield [ours, Side(STOCK, other, model)]
 
 
-def _side_json(side: Side, flags: Sequence[str]) -> dict[str, Any]:
-    extra = {"flags": list(flags)} if side.name == STOCK else {}
-    return {"name": side.name, "url": side.endpoint.url, "model": side.served.name, **extra}
+def _side_json(side: Side, wishes: Wishes, plan: Mapping[str, Any]) -> dict[str, Any]:
+    about = {"name": side.name, "url": side.endpoint.url, "model": side.served.name}
+    if side.name == STOCK:
+        return {**about, "flags": _flags(wishes.stock_flags)}
+    return {**about, "command": plan.get("command")}
 
 
 def _keeper(wishes: Wishes, about: Mapping[str, Any]) -> Callable[[Sequence[Any]], None]:
@@ -167,7 +199,7 @@ def _keeper(wishes: Wishes, about: Mapping[str, Any]) -> Callable[[Sequence[Any]
 
     def keep(taken: Sequence[tuple[str, Cell, Round]]) -> None:
         if wishes.out is not None:
-            write_json(wishes.out, words.Report(about, gather(taken), "not yet").to_json())
+            write_json(wishes.out, words.Report(about, gather(taken, SIDES), "not yet").to_json())
 
     return keep
 
@@ -239,9 +271,9 @@ def _report(
     ended = "" if failure is None else str(failure) or "interrupted"
     found = words.Report(about, cells, ended)
     if wishes.against:
-        found = replace(found, against=STOCK, ratios=ratios(cells, "nibble", STOCK))
+        found = replace(found, against=STOCK, ratios=ratios(cells, OURS, STOCK))
     if old is not None and failure is None:
-        ours = tuple(one for one in cells if one.side == "nibble")
+        ours = tuple(one for one in cells if one.side == OURS)
         found = replace(found, compared=str(wishes.compare), changes=compare(old[1], ours))
     return found
 
