@@ -59,25 +59,38 @@ def default_outputs(max_model_len: int) -> tuple[int, ...]:
     return tuple(min(length, max(1, max_model_len // 4)) for length in OUTPUTS)
 
 
-def make_sweep(
-    prompts: str | None, outputs: str | None, concurrencies: str | None, max_model_len: int
-) -> tuple[Cell, ...]:
-    """Every cell, in order. Raises USAGE for a malformed list, CONFIG for a cell longer than the
-    server's context.
-    """
-    many = read_numbers(concurrencies, "--concurrency") if concurrencies else CONCURRENCIES
-    out = read_numbers(outputs, "--output-tokens") if outputs else default_outputs(max_model_len)
-    into = (
-        read_numbers(prompts, "--prompt-tokens") if prompts else default_prompts(out, max_model_len)
-    )
-    longest = max(into) + max(out)
+@dataclass(frozen=True)
+class Lists:
+    """What the user listed; None: the default."""
+
+    prompts: tuple[int, ...] | None
+    outputs: tuple[int, ...] | None
+    concurrencies: tuple[int, ...] | None
+
+
+def read_lists(prompts: str | None, outputs: str | None, concurrencies: str | None) -> Lists:
+    """The three lists. Raises USAGE for a malformed one."""
+    given = ((prompts, "--prompt-tokens"), (outputs, "--output-tokens"))
+    read = [
+        None if text is None else read_numbers(text, option)
+        for text, option in (*given, (concurrencies, "--concurrency"))
+    ]
+    return Lists(*read)
+
+
+def make_sweep(lists: Lists, max_model_len: int) -> tuple[Cell, ...]:
+    """Every cell, in order. Raises CONFIG for a cell longer than the server's context."""
+    outputs = lists.outputs or default_outputs(max_model_len)
+    prompts = lists.prompts or default_prompts(outputs, max_model_len)
+    longest = max(prompts) + max(outputs)
     if longest > max_model_len:
         raise NibbleError(
             ExitCode.CONFIG,
             what=(
-                f"{max(into)} prompt tokens and {max(out)} output tokens are {longest}, beyond the"
-                f" server's context of {max_model_len}"
+                f"{max(prompts)} prompt tokens and {max(outputs)} output tokens are {longest},"
+                f" beyond the server's context of {max_model_len}"
             ),
             action="ask for fewer with --prompt-tokens and --output-tokens",
         )
-    return tuple(Cell(*values) for values in product(into, out, many))
+    many = lists.concurrencies or CONCURRENCIES
+    return tuple(Cell(*values) for values in product(prompts, outputs, many))

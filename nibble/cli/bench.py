@@ -22,7 +22,7 @@ from nibble.bench.result import Measured, Round, gather
 from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
 from nibble.bench.served import Served, find_served
 from nibble.bench.stock import stock_vllm
-from nibble.bench.sweep import Cell, make_sweep
+from nibble.bench.sweep import Cell, make_sweep, read_lists
 from nibble.cli.common import say
 from nibble.cli.status import read_status
 from nibble.cli.tables import plain_table, wide_console
@@ -65,10 +65,11 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
             action="correct --against",
         )
     _flags(wishes.stock_flags)
+    lists = read_lists(wishes.prompts, wishes.outputs, wishes.concurrency)
     endpoint = endpoint_at(wishes.url, environ) if wishes.url else local_endpoint(environ)
     old = read_result(wishes.compare) if wishes.compare else None
     served = find_served(endpoint, environ, VERB, wishes.model)
-    cells = make_sweep(wishes.prompts, wishes.outputs, wishes.concurrency, served.max_model_len)
+    cells = make_sweep(lists, served.max_model_len)
     about = _about(wishes, endpoint, served)
     if old is not None:
         refuse_others(old[0], about["model"], about["machine"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.support.bad_input.bench import bench_rows
 from tests.support.bad_input.case import Ignored, Row
 from tests.support.bad_input.cluster import cluster_rows
 from tests.support.bad_input.engine import engine_rows
@@ -45,6 +46,7 @@ def all_rows() -> list[Row]:
         value_rows,
         patch_rows,
         reference_rows,
+        bench_rows,
     )
     return [entry for group in groups for entry in group()]
 

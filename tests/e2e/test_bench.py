@@ -1,0 +1,100 @@
+"""`nibble bench` against a real server: a result, a comparison, a wrong key, a server that ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.servers.serving import Server
+
+pytestmark = pytest.mark.vllm
+KEY = "bench-key-0123456789"
+SWEEP = ("--prompt-tokens", "16", "--output-tokens", "8", "--concurrency", "1,2")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    running = Server(folder, ["serve", "nibble-demo-nvfp4"], NIBBLE_API_KEY=KEY)
+    try:
+        yield running.wait_until_ready()
+    finally:
+        running.end()
+
+
+def start(server: Server, *words: str, key: str = KEY) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "nibble", *words],
+        env={**server.environ, "NIBBLE_API_KEY": key},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(server: Server, *words: str, key: str = KEY) -> tuple[int, str, str]:
+    process = start(server, *words, key=key)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def test_a_wrong_key_is_refused_before_anything_is_measured(server: Server) -> None:
+    code, out, err = run(server, "bench", *SWEEP, key="wrong-key-0123456789")
+    assert (code, out) == (2, "")
+    assert "refuses the key (401" in err and "Traceback" not in err
+
+
+def test_a_result_has_every_cell_and_a_much_faster_old_one_is_a_regression(
+    server: Server, tmp_path: Path
+) -> None:
+    out = tmp_path / "first"
+    code, text, err = run(server, "bench", *SWEEP, "--requests", "3", "--out", str(out))
+    assert code == 0, err
+    assert text.splitlines()[0].startswith("prompt  output  streams  tokens/s")
+    result = json.loads((out / "results.json").read_text())
+    assert result["complete"] and result["model"]["id"] == "nibble-demo-nvfp4"
+    assert KEY not in json.dumps(result)
+    for cell, streams in zip(result["cells"], (1, 2), strict=True):
+        assert (cell["concurrency"], cell["errors"], len(cell["rounds"])) == (streams, 0, 3)
+        assert all(one["output_tokens"] == 3 * 8 and one["ttft_ms"] > 0 for one in cell["rounds"])
+    names = {path.name for path in out.iterdir()}
+    assert {"results.json", "results.md", "results.svg", "results.png"} <= names
+    for one in [one for cell in result["cells"] for one in cell["rounds"]]:
+        one["tokens_per_s"] = 1e6
+    (tmp_path / "old.json").write_text(json.dumps(result))
+    words = ("--compare", str(tmp_path / "old.json"), "--json")
+    code, text, _ = run(server, "bench", *SWEEP, *words)
+    assert code == 11
+    worse = [one for one in json.loads(text)["changes"] if one["verdict"] == "worse"]
+    assert {one["figure"] for one in worse} >= {"tokens_per_s"}
+
+
+def until_measured(file: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return json.loads(file.read_text())
+
+
+def test_what_was_measured_is_kept_when_the_server_ends(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bench = start(server, "bench", *SWEEP, "--rounds", "100", "--requests", "20", "--out", str(out))
+    assert until_measured(out / "results.json")["complete"] is False
+    server.signal(signal.SIGKILL)
+    text, err = bench.communicate(timeout=120)
+    assert bench.returncode == 10, err
+    assert err.count("nibble: error: ") == 1 and "Traceback" not in err
+    result = json.loads((out / "results.json").read_text())
+    assert result["cells"] and not result["complete"] and result["ended"]
+    assert "tokens/s" in text and (out / "results.md").exists()
