@@ -1,4 +1,4 @@
-"""A result on disk: results.json, results.md, and the plot beside them."""
+"""A result on disk: results.json, a page, and the plot beside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nibble.machine.disk import write_problem
 
 FORMAT = "nibble bench 1"
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-JSON, MARKDOWN, PLOT = "results.json", "results.md", "results"
+JSON, MARKDOWN, PLOT = "results.json", "README.md", "results"
 
 
 def open_folder(folder: Path) -> None:

@@ -106,7 +106,7 @@ def reasons(cells: Sequence[Measured]) -> list[str]:
 
 
 def markdown(report: Report, has_plot: bool) -> str:
-    """results.md."""
+    """The page of a result."""
     about, machine = report.about, report.about["machine"]
     place = machine.get("remote") or ", ".join(
         [*machine["gpus"], f"{machine['cpu']} ({machine['cores']} cores)"]

@@ -344,7 +344,7 @@ def bench(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results.json, results.md and a plot as SVG and PNG."),
+        typer.Option(help="Folder for results.json, README.md and a plot as SVG and PNG."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -359,6 +359,34 @@ def bench(
         against, stock_flags, compare, out,
     )  # fmt: skip
     raise typer.Exit(run(wishes, dict(os.environ), as_json))
+
+
+@app.command()
+def soak(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="Address of a server; default: this machine's, at HOST and PORT."),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, max=100_000, help="Length of the load in minutes.")
+    ] = 10.0,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Clients, each with one request at a time.")
+    ] = 8,
+    model: Annotated[
+        str | None, typer.Option(help="Served model. Default: the server's first.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New file for everything that was seen, as JSON.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Load a running server with mixed requests for minutes or hours and judge memory, restarts,
+    errors and drift; exits with 11 where it was not steady.
+    """
+    from nibble.cli.soak import soak as run
+
+    raise typer.Exit(run(url, minutes, concurrency, model, out, dict(os.environ), as_json))
 
 
 @app.command()

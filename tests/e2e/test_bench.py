@@ -68,7 +68,7 @@ def test_a_result_has_every_cell_and_a_much_faster_old_one_is_a_regression(
         assert (cell["concurrency"], cell["errors"], len(cell["rounds"])) == (streams, 0, 3)
         assert all(one["output_tokens"] == 3 * 8 and one["ttft_ms"] > 0 for one in cell["rounds"])
     names = {path.name for path in out.iterdir()}
-    assert {"results.json", "results.md", "results.svg", "results.png"} <= names
+    assert {"results.json", "README.md", "results.svg", "results.png"} <= names
     for one in [one for cell in result["cells"] for one in cell["rounds"]]:
         one["tokens_per_s"] = 1e6
     (tmp_path / "old.json").write_text(json.dumps(result))
@@ -97,4 +97,4 @@ def test_what_was_measured_is_kept_when_the_server_ends(server: Server, tmp_path
     assert err.count("nibble: error: ") == 1 and "Traceback" not in err
     result = json.loads((out / "results.json").read_text())
     assert result["cells"] and not result["complete"] and result["ended"]
-    assert "tokens/s" in text and (out / "results.md").exists()
+    assert "tokens/s" in text and (out / "README.md").exists()

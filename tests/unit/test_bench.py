@@ -325,6 +325,6 @@ def test_the_stored_key_goes_to_this_machine_only(tmp_path: Path) -> None:
     assert local_endpoint(environ) == Endpoint("127.0.0.1", 9000, "nbl-stored")
     assert endpoint_at("http://localhost:9000/v1", environ).key == "nbl-stored"
     assert endpoint_at("https://example.org", environ) == Endpoint("example.org", 443, None, True)
-    given = environ | {"NIBBLE_API_KEY": "given"}
-    assert endpoint_at("example.org:80", given).key == "given"
+    given = environ | {"NIBBLE_API_KEY": "given-key"}
+    assert endpoint_at("example.org:80", given).key == "given-key"
     assert "given" not in repr(endpoint_at("example.org:80", given))
