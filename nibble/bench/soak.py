@@ -19,7 +19,7 @@ from nibble.errors import NibbleError
 from nibble.serve.endpoint import Endpoint
 
 LOOK_S, SCORE_S = 5.0, 60.0
-GONE_AFTER_S, DRAIN_S, CLIENTS_END_S = 60.0, 30.0, 60.0
+GONE_AFTER_S, DRAIN_S, CLIENTS_END_S, GONE_END_S = 60.0, 30.0, 60.0, 5.0
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
@@ -70,7 +70,7 @@ class Watch:
                 self.score()
 
     def score(self) -> None:
-        """Compare the fixed texts with the baseline; a server without an answer counts elsewhere."""
+        """Compare the fixed texts with the baseline. Without an answer there is nothing to add."""
         self._scored = time.monotonic()
         with contextlib.suppress(OSError):
             self.drifts.append(drift(self.baseline, score(self.endpoint, self.served)))
@@ -129,7 +129,7 @@ def soak(
         ended = "interrupted"
     except NibbleError as error:
         ended = str(error)
-    running = workers.stop(0 if watch.is_gone() else CLIENTS_END_S)
+    running = workers.stop(GONE_END_S if watch.is_gone() else CLIENTS_END_S)
     if is_alive(endpoint):
         left_over = watch.left_over()
         watch.score()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 MIB = 1 << 20
@@ -48,7 +49,7 @@ class Soak:
     def restarts(self) -> int:
         """How often another engine process served than before."""
         pids = [one.engine_pid for one in self.samples if one.engine_pid is not None]
-        return sum(new != old for old, new in zip(pids, pids[1:], strict=False))
+        return sum(new != old for old, new in pairwise(pids))
 
     @property
     def growth_bytes(self) -> int | None:

@@ -1,4 +1,6 @@
-"""`nibble bench` against a real server: a result, a comparison, a wrong key, a server that ends."""
+"""`nibble bench` and `nibble soak` against a real server: a result, a comparison, a verdict, a wrong
+key, a server that ends.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +79,24 @@ def test_a_result_has_every_cell_and_a_much_faster_old_one_is_a_regression(
     assert code == 11
     worse = [one for one in json.loads(text)["changes"] if one["verdict"] == "worse"]
     assert {one["figure"] for one in worse} >= {"tokens_per_s"}
+
+
+def test_a_healthy_server_is_steady_under_every_kind_of_load(
+    server: Server, tmp_path: Path
+) -> None:
+    out = tmp_path / "soak.json"
+    words = ("--minutes", "0.8", "--concurrency", "3", "--out", str(out))
+    code, text, err = run(server, "soak", *words)
+    assert code == 0, text + err
+    found = json.loads(out.read_text())
+    kinds = {"short", "long", "streamed", "aborted", "seeded", "structured"}
+    assert found["done"].keys() == kinds and found["failed"] == found["left_out"] == {}
+    assert found["verdict"] == "steady" and found["left_over"] == 0
+    assert found["memory_bytes"] > 1 << 28 and found["growth_bytes"] is not None
+    assert len(found["drifts"]) >= 2 and {one["engine_pid"] for one in found["samples"]} == {
+        server.engine_pid
+    }
+    assert "verdict: steady" in text
 
 
 def until_measured(file: Path) -> dict[str, Any]:

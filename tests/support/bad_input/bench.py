@@ -1,4 +1,4 @@
-"""Rows about `nibble bench`: what it refuses before it asks a server."""
+"""Rows about `nibble bench` and `soak`: what they refuse before they ask a server."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ def bench_rows() -> list[Row]:
     return [
         row(
             "bench-no-server",
-            "`nibble bench` where no server runs",
+            "`nibble bench` or `soak` where no server runs",
             10,
             "no server answers at 127.0.0.1:… (Connection refused); expected a running server; …",
             Case(("bench",)),
             Case(("bench", "http://127.0.0.1:9")),
+            Case(("soak", "--minutes", "1")),
         ),
         row(
             "bench-address",
-            "`nibble bench` with what is not the address of a server",
+            "`nibble bench` or `soak` with what is not the address of a server",
             2,
             "'…' is not the address of a server; expected http://HOST:PORT or https://HOST:PORT;"
             " correct the address",
             Case(("bench", "ftp://127.0.0.1")),
             Case(("bench", "http://127.0.0.1:none")),
             Case(("bench", "http://user@127.0.0.1")),
+            Case(("soak", "http://127.0.0.1/other")),
         ),
         row(
             "bench-numbers",
@@ -37,10 +39,12 @@ def bench_rows() -> list[Row]:
         ),
         row(
             "bench-rounds",
-            "`nibble bench` with no rounds",
+            "`nibble bench` with no rounds, `nibble soak` with no time",
             2,
-            "Invalid value for '--rounds': …; see `nibble --help`",
+            "Invalid value for '--…': …; see `nibble --help`",
             Case(("bench", "--rounds", "0")),
+            Case(("soak", "--minutes", "0")),
+            Case(("soak", "--minutes", "many")),
         ),
         row(
             "bench-against",
