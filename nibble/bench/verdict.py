@@ -77,6 +77,7 @@ class Soak:
         return {
             **asdict(self),
             "restarts": self.restarts,
+            "memory_bytes": self.memory_bytes,
             "growth_bytes": self.growth_bytes,
             "worst_drift": self.worst_drift,
             "problems": problems(self),

@@ -1,4 +1,4 @@
-"""`nibble bench` and `nibble soak` against a real server: results, comparisons, verdicts, errors."""
+"""`nibble bench` and `nibble soak` against a real server: results, verdicts, errors."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from nibble.cli.soak import exit_code
 GIB = 1 << 30
 
 
-def samples(sizes: list[int | None], pids: list[int | None] | None = None) -> tuple[Sample, ...]:
+def samples(
+    sizes: Sequence[int | None], pids: Sequence[int | None] | None = None
+) -> tuple[Sample, ...]:
     return tuple(
         Sample(5.0 * place, size, pid, True)
         for place, (size, pid) in enumerate(zip(sizes, pids or [7] * len(sizes), strict=True))
