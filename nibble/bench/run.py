@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from nibble.serve.endpoint import Endpoint
 
 WARM_UP = 0  # the number of the round that is not counted
 _SEEDS_OF_A_ROUND = 1000
+# Threads of a CPU server spin for a while after its last request, on the other one's cores: the
+# first request after a change of servers waited 0.6 s.
+SETTLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,12 @@ class Bench:
         where a server ends, MODEL where it no longer serves the model, CONFIG where it refuses all
         requests of a round.
         """
+        before: Side | None = None
         for step in plan:
             begin(step)
+            if before not in (None, step.side):
+                time.sleep(SETTLE_S)
+            before = step.side
             found = self._measure(step)
             if found.errors:
                 self._look_after(step, found)
