@@ -19,12 +19,11 @@ class ExitCode(IntEnum):
     NO_HARDWARE = 3  # no hardware that the target or the flags need
     MODEL = 4  # the model is not available, not readable or not complete
     CONFIG = 5  # settings that contradict each other or cannot work
-    VERIFY = 6  # a patch or build verification failed
+    VERIFY = 6  # a patch, build or benchmark check failed
     NO_FIT = 7  # too little memory, shared memory or disk, or the watchdog stopped vLLM
     CANARY = 8  # wrong kernel or wrong answer
     CLUSTER = 9  # cluster preflight failed
     ENGINE_DIED = 10  # vLLM ended by itself or hung; a client's verb: no server answers
-    REGRESSION = 11  # `bench --compare`: slower beyond noise; `soak`: a verdict that failed
     CRASH_LOOP = 75  # not started after six failures in a row; do not restart
     TERMINATED = 143  # terminated before the drain was done
 

@@ -338,9 +338,7 @@ def bench(
     ] = "",
     compare: Annotated[
         Path | None,
-        typer.Option(
-            help="Earlier results.json; exits with 11 if this run is slower beyond noise."
-        ),
+        typer.Option(help="Earlier results.json; exits with 6 if this run is slower beyond noise."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -382,7 +380,7 @@ def soak(
     as_json: Json = False,
 ) -> None:
     """Load a running server with mixed requests for minutes or hours and judge memory, restarts,
-    errors and drift; exits with 11 where it was not steady.
+    errors and drift; exits with 6 where it was not steady.
     """
     from nibble.cli.soak import soak as run
 

@@ -324,4 +324,4 @@ def _show(found: words.Report) -> None:
 
 def _verdict(found: words.Report) -> int:
     worse = [one for one in found.changes if one.verdict == "worse"]
-    return int(ExitCode.REGRESSION if worse else ExitCode.OK)
+    return int(ExitCode.VERIFY if worse else ExitCode.OK)

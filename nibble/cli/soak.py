@@ -50,12 +50,12 @@ def soak(
 
 
 def exit_code(found: Soak) -> int:
-    """0 for steady, 11 for a failed verdict, 10 where the server is gone, 130 after Ctrl-C."""
+    """0 for steady, 6 for a failed verdict, 10 where the server is gone, 130 after Ctrl-C."""
     if found.ended == "interrupted":
         return INTERRUPTED
     if found.samples and not found.samples[-1].answers:
         return int(ExitCode.ENGINE_DIED)
-    return int(ExitCode.REGRESSION if problems(found) else ExitCode.OK)
+    return int(ExitCode.VERIFY if problems(found) else ExitCode.OK)
 
 
 def _open(out: Path) -> None:

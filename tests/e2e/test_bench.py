@@ -75,7 +75,7 @@ def test_a_result_has_every_cell_and_a_much_faster_old_one_is_a_regression(
     (tmp_path / "old.json").write_text(json.dumps(result))
     words = ("--compare", str(tmp_path / "old.json"), "--json")
     code, text, _ = run(server, "bench", *SWEEP, *words)
-    assert code == 11
+    assert code == 6
     worse = [one for one in json.loads(text)["changes"] if one["verdict"] == "worse"]
     assert {one["figure"] for one in worse} >= {"tokens_per_s"}
 

@@ -64,7 +64,7 @@ def test_a_server_that_stays_as_it_was_is_steady() -> None:
 def test_each_fault_fails_the_verdict(changed: dict[str, Any], text: str) -> None:
     soak = replace(STEADY, **changed)
     assert len(problems(soak)) == 1 and text in problems(soak)[0]
-    assert exit_code(soak) == 11 and soak.to_json()["verdict"] == "failed"
+    assert exit_code(soak) == 6 and soak.to_json()["verdict"] == "failed"
 
 
 @pytest.mark.parametrize(

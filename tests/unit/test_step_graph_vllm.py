@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import setuptools  # noqa: F401  # torch needs it; it fails to load where a test has imported pip
 import torch
 
 from nibble.engine.plugin.require import VllmMismatch
