@@ -35,6 +35,8 @@ def ready_lines(
         lines.append(f"serving {', '.join(names)}: {numbers}")
     else:
         lines.append(f"serving {', '.join(names)}")
+    # The gate's page, not the control port's: a container publishes the API's port only.
+    lines.append(f"status page: {url}/nibble")
     lines += key_lines(key, on_terminal)
     lines.append(f"try: {curl(url, names, generates, key)}")
     return lines

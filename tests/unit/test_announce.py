@@ -20,9 +20,10 @@ GIVEN = KeyDecision("nbl-secret", "given", None, "the key of NIBBLE_API_KEY")
 
 def test_address_names_numbers_and_a_command_are_told() -> None:
     facts = {"weights_gib": 5.83, "kv_cache_tokens": 730112.0, "kv_cache_gib": 100.25}
-    assert ready_lines(URL, NAMES, True, NO_KEY, 23.41, facts, False)[:2] == [
+    assert ready_lines(URL, NAMES, True, NO_KEY, 23.41, facts, False)[:3] == [
         "ready in 23.4 s: http://127.0.0.1:8000/v1",
         "serving org/model, default: 5.83 GiB of weights, KV cache for 730,112 tokens (100.25 GiB)",
+        "status page: http://127.0.0.1:8000/nibble",
     ]
 
 
