@@ -441,6 +441,9 @@ def test_a_lost_process_of_vllms_that_leaves_the_rest_hanging_ends_it_with_10(
     assert re.search(r"it still ran 1 s later\); VLLM::Worker \(pid \d+\) ended first", told)
     code, told = run(behave=behave.format(in_flight=0), signals=((6.0, signal.SIGTERM),))
     assert code == 0  # vLLM says that it is healthy without it
+    behave = behave.replace("time.sleep(60)", "time.sleep(4); os._exit(3)")
+    code, told = run(behave=behave.format(in_flight=0))
+    assert code == 10 and "VLLM::Worker" not in told  # what it survived is not the cause
 
 
 def test_a_process_that_ends_between_the_look_and_the_watch_is_lost_too(
