@@ -2,8 +2,8 @@
 
 A figure changed where its medians differ by more than the noise: SAFETY times the largest of its
 spreads in both results and of that figure's median spread over all cells, at least NOISE_FLOOR.
-In a simulation of six cells with three independent normal rounds, at most 3 of 100 comparisons of a
-server with itself found a regression.
+With six cells of three independent normal rounds, at most 3 of 100 comparisons of a server with
+itself find a regression (tests/unit/test_bench.py simulates it).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ can answer.
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -205,6 +206,31 @@ def test_a_damaged_result_is_refused(change: Callable[[Any], Any], tmp_path: Pat
     (tmp_path / "old.json").write_text(json.dumps(found))
     error = refusal_of(lambda: read_result(tmp_path / "old.json"), ExitCode.USAGE)
     assert "is not a result of `nibble bench`" in error.line()
+
+
+@pytest.mark.parametrize("deviation", [0.01, 0.03, 0.05, 0.1])
+def test_at_most_3_of_100_comparisons_of_a_server_with_itself_find_a_regression(
+    deviation: float,
+) -> None:
+    """As docs/measuring.md says: independent, normally distributed rounds of six cells."""
+    dice = random.Random(0)
+    cells = [Cell(prompt, 128, streams) for prompt in (128, 1024) for streams in (1, 4, 16)]
+
+    def around(middle: float) -> float:
+        return dice.gauss(middle, deviation * middle)
+
+    def result() -> list[Measured]:
+        return [
+            Measured(
+                "nibble", cell, tuple(one_round(*map(around, (100, 50, 10))) for _ in range(3))
+            )
+            for cell in cells
+        ]
+
+    alarms = [
+        any(one.verdict == "worse" for one in compare(result(), result())) for _ in range(500)
+    ]
+    assert sum(alarms) <= 0.03 * len(alarms)
 
 
 def test_a_folder_with_a_result_is_not_overwritten(tmp_path: Path) -> None:
