@@ -16,8 +16,8 @@ from nibble.serve.endpoint import Endpoint
 
 WARM_UP = 0  # the number of the round that is not counted
 _SEEDS_OF_A_ROUND = 1000
-# Threads of a CPU server spin for a while after its last request, on the other one's cores: the
-# first request after a change of servers waited 0.6 s.
+# Two CPU servers share cores: in the first answer after a change of servers, tokens were 0.16 to
+# 0.21 s late. After a pause of 0.3 s they were not (nibble-demo, two cores).
 SETTLE_S = 1.0
 
 

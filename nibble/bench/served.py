@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.serve.endpoint import Endpoint
+from nibble.serve.endpoint import Endpoint, error_message
 
 _TIMEOUT_S = 10.0
 
@@ -118,14 +118,8 @@ def _refused(endpoint: Endpoint, status: int, body: bytes) -> NibbleError:
 
 
 def reason_of(body: bytes) -> str:
-    """The message of an error's body, else its beginning."""
-    text = body.decode(errors="replace")
-    try:
-        found = json.loads(text)
-        message = found["error"]["message"] if "error" in found else found["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = text
-    return " ".join(str(message).split())[:200].rstrip(". ")
+    """The message of an error's body, or its beginning, in one line of up to 200 characters."""
+    return " ".join(error_message(body).split())[:200].rstrip(". ")
 
 
 def is_alive(endpoint: Endpoint) -> bool:

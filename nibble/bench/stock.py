@@ -59,7 +59,8 @@ def stock_vllm(
             [sys.executable, "-m", "vllm.entrypoints.cli.main",
              *stock_words(served, endpoint.port, kv_cache_bytes, flags)],
             env=clean_environ(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True, preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread runs yet
+            start_new_session=True,
+            preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread runs yet
         )  # fmt: skip
     try:
         _wait_until_ready(child, endpoint, log)

@@ -10,7 +10,7 @@ from typing import Any
 
 MIB = 1 << 20
 GROWTH_BYTES, GROWTH_SHARE = 256 * MIB, 0.05  # of memory; below both it is a cache that fills
-MAX_DRIFT = 0.1  # nats of a token; batches of other sizes change 0.01, a broken kernel 1 and more
+MAX_DRIFT = 0.1  # nats of a token; the demo on a CPU gives 0
 FEWEST_SAMPLES = 8  # of memory, for a judgement
 
 

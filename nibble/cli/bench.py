@@ -23,8 +23,8 @@ from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
 from nibble.bench.served import Served, find_served
 from nibble.bench.stock import stock_vllm
 from nibble.bench.sweep import Cell, make_sweep, read_lists
-from nibble.cli.common import say
-from nibble.cli.status import read_status
+from nibble.cli.common import INTERRUPTED, say
+from nibble.cli.status import status_at
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
@@ -32,7 +32,6 @@ from nibble.serve.progress import stderr_is_terminal
 
 VERB = "bench"
 OURS, STOCK = SIDES = ("nibble", "stock")
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     if old is not None:
         refuse_others(old[0], about["model"], about["machine"])
         refuse_too_little(old[1], cells, wishes.rounds)
-    plan = _plan_of(endpoint, environ)
+    plan = status_at(endpoint, environ).get("plan", {})
     tokenizer = _tokenizer(wishes, served, plan)
     if wishes.out is not None:
         open_folder(wishes.out)
@@ -106,16 +105,6 @@ def _flags(text: str) -> list[str]:
             what=f"--stock-flags {text!r} cannot be split into words ({error})",
             action="correct its quotes",
         ) from None
-
-
-def _plan_of(endpoint: Endpoint, environ: Mapping[str, str]) -> Mapping[str, Any]:
-    """The plan of the server, where nibble's control port on this machine shows it; else empty."""
-    if endpoint.is_local:
-        with contextlib.suppress(NibbleError):
-            plan = read_status(environ).get("plan") or {}
-            if plan.get("choices", {}).get("port", {}).get("value") == endpoint.port:
-                return plan
-    return {}
 
 
 def _flag(plan: Mapping[str, Any], name: str) -> Any:

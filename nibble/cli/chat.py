@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.serve.endpoint import local_endpoint
+from nibble.serve.endpoint import error_message, local_endpoint
 
 TIMEOUT_SECONDS = 600
 
@@ -29,7 +29,7 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         connection.request("POST", "/v1/chat/completions", json.dumps(body), endpoint.headers())
         response = connection.getresponse()
         if response.status != 200:
-            raise _refused(response.status, response.read().decode(errors="replace"))
+            raise _refused(response.status, response.read())
         for piece in _pieces(response):
             print(piece, end="", flush=True)
         print()
@@ -46,13 +46,9 @@ def ask(question: str, model: str, max_tokens: int, environ: Mapping[str, str]) 
         connection.close()
 
 
-def _refused(status: int, text: str) -> NibbleError:
-    try:
-        message = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = text[:200]
+def _refused(status: int, body: bytes) -> NibbleError:
     action = "set NIBBLE_API_KEY" if status == 401 else "see `nibble status`"
-    what = f"the server answered {status}: {str(message).rstrip('. ')}"
+    what = f"the server answered {status}: {error_message(body).rstrip('. ')}"
     return NibbleError(ExitCode.USAGE, what=what, action=action)
 
 

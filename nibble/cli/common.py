@@ -15,6 +15,7 @@ from nibble.printable import printable
 # nibble.settings.command_line reads the words after these verbs: it knows nibble's options and
 # vLLM's flags.
 FREE_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells give
 Words = Annotated[list[str] | None, typer.Argument(metavar="[MODEL] [FLAGS]")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 

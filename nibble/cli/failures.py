@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from nibble.cli.common import INTERRUPTED
 from nibble.errors import ExitCode, NibbleError
 
 
@@ -23,7 +24,7 @@ def guarded(run: Callable[[], Any]) -> int:
     except typer.Exit as done:
         return int(done.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # `nibble plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)

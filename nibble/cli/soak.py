@@ -10,15 +10,14 @@ from pathlib import Path
 from nibble.bench.served import find_served
 from nibble.bench.soak import soak as run
 from nibble.bench.verdict import MIB, Soak, problems
-from nibble.cli.common import print_json, say
-from nibble.cli.status import read_status
+from nibble.cli.common import INTERRUPTED, print_json, say
+from nibble.cli.status import status_at
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
-from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
+from nibble.serve.endpoint import endpoint_at, local_endpoint
 from nibble.serve.progress import stderr_is_terminal
 
 VERB = "soak"
-INTERRUPTED = 130
 _EVERY_S = 60.0  # a line where stderr is not a terminal
 
 
@@ -36,11 +35,13 @@ def soak(
     served = find_served(endpoint, environ, VERB, model)
     if out is not None:
         _open(out)
+
+    def engine_pid() -> int | None:
+        return status_at(endpoint, environ).get("engine_pid")
+
     with _progress(minutes * 60) as tell:
         try:
-            found = run(
-                endpoint, served, minutes * 60, concurrency, _pid_reader(endpoint, environ), tell
-            )
+            found = run(endpoint, served, minutes * 60, concurrency, engine_pid, tell)
         except OSError as error:
             raise endpoint.no_answer(error, environ, VERB) from None
     if out is not None:
@@ -68,21 +69,6 @@ def _open(out: Path) -> None:
             expected="a new file",
             action="name another file with --out",
         ) from None
-
-
-def _pid_reader(endpoint: Endpoint, environ: Mapping[str, str]) -> Callable[[], int | None]:
-    """Asks the control port for vLLM's process, where it is the one of this server."""
-
-    def read() -> int | None:
-        if not endpoint.is_local:
-            return None
-        with contextlib.suppress(NibbleError, AttributeError):
-            status = read_status(environ)
-            port = (status.get("plan") or {}).get("choices", {}).get("port", {}).get("value")
-            return status.get("engine_pid") if port == endpoint.port else None
-        return None
-
-    return read
 
 
 @contextlib.contextmanager

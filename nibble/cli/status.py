@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -15,6 +16,7 @@ from nibble.plan.gather import read_wishes
 from nibble.plan.memory import show_gib
 from nibble.printable import printable
 from nibble.serve.control import ADDRESS
+from nibble.serve.endpoint import Endpoint
 from nibble.settings.options import options
 
 _TIMEOUT_S = 5.0
@@ -42,6 +44,16 @@ def read_status(environ: Mapping[str, str]) -> dict[str, Any]:
     ):
         raise _no_server(port, "another program answers there")
     return status
+
+
+def status_at(endpoint: Endpoint, environ: Mapping[str, str]) -> dict[str, Any]:
+    """/status of the server at `endpoint`; empty where it is not nibble's on this machine."""
+    if endpoint.is_local:
+        with contextlib.suppress(NibbleError, AttributeError):
+            status = read_status(environ)
+            port = (status.get("plan") or {}).get("choices", {}).get("port", {}).get("value")
+            return status if port == endpoint.port else {}
+    return {}
 
 
 def _no_server(port: int, why: str) -> NibbleError:

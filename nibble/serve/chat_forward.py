@@ -14,12 +14,12 @@ from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 from nibble.engine.api import Api
+from nibble.serve.json_http import LOCAL_NAMES
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_BODY_BYTES = 1 << 20
 _TIMEOUT_S = 600.0
 _PIECE_BYTES = 1 << 16
-_LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def refusal(headers: Message, api: Api | None) -> Refusal | None:
     type; its Origin header shows it too.
     """
     origin = headers.get("Origin")
-    if origin is not None and urlsplit(origin).hostname not in _LOCAL_NAMES:
+    if origin is not None and urlsplit(origin).hostname not in LOCAL_NAMES:
         return Refusal(403, "pages of other hosts may not use this port")
     if headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
         return Refusal(415, "the body must be application/json")

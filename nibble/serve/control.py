@@ -15,13 +15,10 @@ from nibble.engine.api import Api
 from nibble.engine.page.files import HEADERS, LIVE_PATH, PAGE_PATH, STATUS_PATH, page_file
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.chat_forward import CHAT_PATH, forward, refusal
-from nibble.serve.json_http import JsonHandler, Server
+from nibble.serve.json_http import LOCAL_NAMES, JsonHandler, Server
 from nibble.serve.live import live_without_engine, metrics_text
 
 ADDRESS = "127.0.0.1"
-# A web page could reach loopback through its DNS name (DNS rebinding); its Host header
-# shows it.
-_HOST_NAMES = ("127.0.0.1", "localhost")
 _READ_TIMEOUT_S = 5.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -157,6 +154,8 @@ class _Handler(JsonHandler):
         self.reply(403, error, with_body)
 
     def _host_is_local(self) -> bool:
+        # A web page could reach loopback through its DNS name (DNS rebinding); its Host header
+        # shows it.
         name = self.headers.get("Host", "").rpartition(":")
         host = name[0] if name[1] and name[2].isdigit() else self.headers.get("Host", "")
-        return host.strip().lower() in _HOST_NAMES
+        return host.strip().lower() in LOCAL_NAMES

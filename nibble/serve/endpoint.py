@@ -122,6 +122,16 @@ def endpoint_at(url: str, environ: Mapping[str, str]) -> Endpoint:
     return found
 
 
+def error_message(body: bytes) -> str:
+    """The message of an error's body, else its first 200 characters."""
+    text = body.decode(errors="replace")
+    try:
+        found = json.loads(text)
+        return str(found["error"]["message"] if "error" in found else found["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text[:200]
+
+
 def _given_key(settings: Settings) -> str | None:
     return settings.api_key.get_secret_value() if settings.api_key else None
 

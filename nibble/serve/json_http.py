@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+LOCAL_NAMES = ("127.0.0.1", "localhost")
+
 
 class Server(ThreadingHTTPServer):
     """Binds at once; answers after `start`."""

@@ -15,8 +15,6 @@ from nibble.serve.advice import advise
 from nibble.serve.traffic import CACHE_S, TrafficReader
 
 _METRICS_TIMEOUT_S, _NVML_TIMEOUT_S = 2.0, 1.0
-# The plan changes only with the process; the page reads it once, from /status.
-_LARGE = ("plan",)
 
 
 class GpuReader:
@@ -73,7 +71,8 @@ class Live:
         serves = status["state"] in ("ready", "paused", "draining")
         traffic = self._traffic.read() if serves else None
         gpus = self._gpus.read()
-        light = {name: value for name, value in status.items() if name not in _LARGE}
+        # The plan changes only with the process; the page reads it once, from /status.
+        light = {name: value for name, value in status.items() if name != "plan"}
         return light | {
             "traffic": traffic,
             "gpus": [asdict(gpu) for gpu in gpus],
