@@ -143,7 +143,7 @@ def test_stop_timeouts_are_the_drain_and_30_seconds() -> None:
     assert f"PodmanArgs=--stop-timeout={drain + 30}\n" in quadlet
     assert f"NIBBLE_DRAIN_SECONDS={drain}\n" in quadlet
     assert "RestartPreventExitStatus=75\n" in quadlet
-    # StopTimeout= came with Podman 5; Podman 4 ignores a unit with an unknown key.
+    # StopTimeout= came with Podman 5; Podman 4 refuses a unit with an unknown key.
     assert "\nStopTimeout=" not in quadlet
 
 
