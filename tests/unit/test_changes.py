@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +114,9 @@ def test_the_page_of_tests_names_every_file_of_which_make_test_leaves_something_
     assert [
         path.name for path in left_out if path.name not in page and path.parent.name != "cluster"
     ] == []
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest refuses the second one, but only in a run that collects both."""
+    names = Counter(path.name for path in (changes.ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
