@@ -17,6 +17,7 @@ __all__ = [
     "MAX_DECODE_ROWS",
     "nvfp4_decode_linear",
     "nvfp4_dequantize_weight",
+    "nvfp4_warpgroup_linear",
     "nvfp4_weight_linear",
 ]
 
@@ -146,6 +147,45 @@ _dequantize = operator(
     ),
 )
 
+
+
+def _warpgroup_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    outputs: int,
+    native: bool,
+    global_scale: float,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    silu_mul: bool,
+    division: Sequence[int],
+) -> Tensor:
+    return _decode_reference(
+        x,
+        codes,
+        scales,
+        outputs,
+        native,
+        global_scale,
+        column_scale,
+        bias,
+        None,
+        silu_mul,
+        False,
+        division,
+    )
+
+
+_warpgroup = operator(
+    "nvfp4_warpgroup_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
+    " global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, int[] division) -> Tensor",
+    _warpgroup_reference,
+    lambda x, codes, scales, outputs, *rest: x.new_empty(
+        (*x.shape[:-1], outputs // (2 if rest[4] else 1))
+    ),
+)
+
 _linear = operator(
     "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
     " global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant) ->"
@@ -206,6 +246,26 @@ def nvfp4_decode_linear(
         silu_mul,
         batch_invariant,
         list(division),
+    )
+
+
+def nvfp4_warpgroup_linear(
+    x: Tensor,
+    weight: PreparedWeight,
+    global_scale: float,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    silu_mul: bool = False,
+    division: Sequence[int] = (),
+) -> Tensor:
+    """nvfp4_decode_linear without a residual, for many rows, on SM90 alone.
+
+    A row's result depends on the number of rows only through its bucket: up to 16, 32, 64, 128,
+    and more. division: (tokens of a tile, thread blocks of a cluster), for measurements.
+    """
+    return _warpgroup(
+        x, *weight, global_scale, column_scale, bias, silu_mul, list(division)
     )
 
 

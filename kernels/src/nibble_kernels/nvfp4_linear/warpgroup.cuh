@@ -1,0 +1,440 @@
+// Many rows of activations times an NVFP4 weight on SM90: the decode kernel's weight as the register operand of
+// a warpgroup's products. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
+//
+// A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One warp fetches weights
+// and x in bulk; the others decode a quarter of a tile while the tensor cores multiply the one before. Blocks of
+// a cluster share the columns; their sums meet in shared memory, in the order of ranks.
+#pragma once
+
+#include <type_traits>
+
+#include "nibble/mma_operand.cuh"
+#include "nibble/warpgroup_instructions.cuh"
+#include "nvfp4_linear/ring.cuh"
+
+namespace nibble::warpgroup {
+
+using decode::Fragment;
+using decode::kChunk;
+using decode::kGroup;
+using decode::kLanes;
+using decode::kPieces;
+using decode::kTileBytes;
+using instruction::SharedPlace;
+
+constexpr uint32_t kWarps = 4;  // of a warpgroup
+constexpr uint32_t kTokenGroup = 8;
+constexpr uint32_t kSteps = kChunk / 16;  // products of a chunk
+constexpr uint32_t kCodeBytes = 1024, kScaleBytes = kTileBytes - kCodeBytes;
+
+struct Problem {
+  CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
+  const uint4* x;  // [tiles of tokens, chunks, steps, 2, tokens of a tile]: order_x; or [tokens, columns]
+  const float* column_scale;
+  const void* bias;
+  void* out;
+  float global_scale;
+  uint32_t tokens, outputs, columns, chunks, groups;
+  uint32_t row_blocks, token_tiles, ranks;
+  bool silu_mul;
+};
+
+// Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. Splits: whether blocks of a
+// cluster may share the columns. Orders: whether the block brings x into its order itself, instead of order_x.
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, bool Splits, bool Orders>
+struct Form {
+  static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
+  static constexpr bool kSplits = Splits, kOrders = Orders;
+  static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
+  static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
+  // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
+  static constexpr bool kMovesRegisters = Tokens * Strips > 128;
+  static constexpr uint32_t kFetchingWarps = kMovesRegisters ? kWarps : 1, kOrderingWarps = Orders ? kWarps : 0;
+  static constexpr uint32_t kThreads = (kConsumerWarps + kFetchingWarps + kOrderingWarps) * kLanes;
+  static constexpr uint32_t kXBytes = Tokens * kChunk * 2;
+  static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kStageBytes = kWeightBytes + kXBytes;
+  static constexpr uint32_t kSums = Tokens / 2;                                       // of a thread and strip
+  static constexpr uint32_t kSlots = Strips * Tokens / kTokenGroup * kConsumerWarps;  // of 32 float4
+  static constexpr uint32_t kSlotBytes = kLanes * sizeof(float4);
+  static constexpr uint32_t kBarrierBytes = (2 * Stages + 2) * 8;
+  static constexpr uint32_t shared_bytes(uint32_t ranks) {
+    return kStages * kStageBytes + kBarrierBytes +
+           (ranks > 1 ? (kSlots + ranks - 1) / ranks * ranks * kSlotBytes : 0);
+  }
+};
+
+// A lane's part of bringing x [tokens, columns] into order: 8 columns of each quarter t of a chunk. Of a
+// product's 16 columns a lane of the weight has the pairs (32 t + 4 step) and (32 t + 4 step + 2).
+__device__ __forceinline__ void load_quarters(const uint4* x, uint32_t token, uint32_t tokens, uint32_t chunk,
+                                              uint32_t columns, uint32_t piece, uint4 (&quarters)[4]) {
+#pragma unroll
+  for (uint32_t t = 0; t < 4; ++t) {
+    const uint32_t column = chunk * kChunk + t * 32 + piece * 8;
+    quarters[t] = make_uint4(0, 0, 0, 0);
+    if (token < tokens && column < columns) quarters[t] = __ldcg(x + (size_t{token} * columns + column) / 8);
+  }
+}
+// The pieces of 16 bytes for the 8 first and 8 last columns of two products.
+__device__ __forceinline__ uint4 ordered(const uint4 (&quarters)[4], uint32_t i) {
+  const auto of = [&](const uint4& q) { return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w; };
+  return make_uint4(of(quarters[0]), of(quarters[1]), of(quarters[2]), of(quarters[3]));
+}
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ uint32_t pair_of(__nv_bfloat16, float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pair_of(__half, float a, float b) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+#if NIBBLE_HAS_WARPGROUP_PRODUCTS
+
+template <class T, class Operand, class Form>
+struct Multiplier {
+  using Sums = float[Form::kSums];
+
+  const Problem& p;
+  const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x
+  const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const uint32_t rank = p.ranks > 1 ? instruction::cluster_rank() : 0;
+  const uint32_t begin = rank * p.chunks / p.ranks, end = (rank + 1) * p.chunks / p.ranks;
+  const uint32_t units = p.row_blocks * p.token_tiles, clusters = gridDim.x / p.ranks;
+  const uint32_t half = p.outputs / 2;
+
+  __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
+  __device__ __forceinline__ SharedPlace barriers() const {
+    return shared + Form::kStages * Form::kStageBytes;
+  }
+  __device__ __forceinline__ SharedPlace full(uint32_t i) const { return barriers() + i * 8; }
+  __device__ __forceinline__ SharedPlace empty(uint32_t i) const { return barriers() + (Form::kStages + i) * 8; }
+  // Of the parts that this block adds up: all have come; all have been read.
+  __device__ __forceinline__ SharedPlace parts_here() const { return barriers() + 2 * Form::kStages * 8; }
+  __device__ __forceinline__ SharedPlace parts_read() const { return parts_here() + 8; }
+  __device__ __forceinline__ SharedPlace parts() const { return barriers() + Form::kBarrierBytes; }
+
+  __device__ __forceinline__ void start() const {
+    if (threadIdx.x == 0) {
+      instruction::prefetch_map(p.codes);
+      instruction::prefetch_map(p.scales);
+      for (uint32_t i = 0; i < Form::kStages; ++i) {
+        instruction::init_barrier(full(i), 1 + Form::kOrderingWarps);
+        instruction::init_barrier(empty(i), Form::kConsumerWarps);
+      }
+      instruction::init_barrier(parts_here(), p.ranks * Form::kConsumerWarps);
+      instruction::init_barrier(parts_read(), p.ranks * Form::kConsumerWarps);
+      instruction::publish_barriers();
+    }
+    if (p.ranks > 1) {
+      instruction::cluster_barrier();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Where a block's work begins, and its chunks in order.
+  struct Place {
+    uint32_t unit, chunk, stage = 0, parity = 0;
+    __device__ __forceinline__ void next_stage() {
+      if (++stage == Form::kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  };
+  __device__ __forceinline__ Place first() const { return {blockIdx.x / p.ranks, begin}; }
+  __device__ __forceinline__ void advance(Place& place) const {
+    if (++place.chunk == end) {
+      place.chunk = begin;
+      place.unit += clusters;
+    }
+    place.next_stage();
+  }
+
+  __device__ __forceinline__ void fetch_weight(const Place& at) const {
+    const uint32_t first_group = at.unit / p.token_tiles * Form::kGroups;
+    instruction::arrive_expecting(full(at.stage), Form::kWeightBytes + (Form::kOrders ? 0 : Form::kXBytes));
+    instruction::copy_box(stage(at.stage), p.codes, at.chunk * (kCodeBytes / 4), first_group, full(at.stage));
+    instruction::copy_box(stage(at.stage) + Form::kGroups * kCodeBytes, p.scales, at.chunk * (kScaleBytes / 4),
+                          first_group, full(at.stage));
+  }
+  __device__ __forceinline__ void fetch_x(const Place& at) const {
+    const size_t tile = size_t{at.unit % p.token_tiles} * p.chunks + at.chunk;
+    instruction::copy_bulk(stage(at.stage) + Form::kWeightBytes, p.x + tile * (Form::kXBytes / 16),
+                           Form::kXBytes, full(at.stage));
+  }
+
+  // One thread.
+  __device__ __forceinline__ void fetch() const {
+    Place at = first(), x_at = at;
+    if constexpr (Form::kOrders) {
+      for (; at.unit < units; advance(at)) {
+        instruction::wait_for_phase(empty(at.stage), at.parity ^ 1);
+        fetch_weight(at);
+      }
+      return;
+    }
+    // Weights do not depend on the previous kernel, x does.
+    for (uint32_t i = 0; i < Form::kStages && at.unit < units; ++i, advance(at)) fetch_weight(at);
+    instruction::wait_for_previous_kernel();
+    for (uint32_t i = 0; i < Form::kStages && x_at.unit < units; ++i, advance(x_at)) fetch_x(x_at);
+    for (; at.unit < units; advance(at)) {
+      instruction::wait_for_phase(empty(at.stage), at.parity ^ 1);
+      fetch_weight(at);
+      fetch_x(at);
+    }
+  }
+
+  // Four warps.
+  struct Ordered {
+    static constexpr uint32_t kEach = (Form::kTokens * kPieces + kWarps * kLanes - 1) / (kWarps * kLanes);
+    uint4 quarters[kEach][4];
+  };
+  __device__ __forceinline__ void order() const {
+    instruction::wait_for_previous_kernel();
+    constexpr uint32_t kAhead = Ordered::kEach == 1 ? 2 : 1;  // as many chunks as registers suffice for
+    Ordered x[kAhead];
+    Place at = first(), ahead = at;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i, advance(ahead)) load_x(ahead, x[i]);
+    while (true) {
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; ++i, advance(at), advance(ahead)) {
+        if (at.unit >= units) return;
+        store_x(at, x[i]);
+        load_x(ahead, x[i]);
+      }
+    }
+  }
+  static __device__ __forceinline__ uint32_t ordering_thread() {
+    return threadIdx.x - (Form::kConsumerWarps + Form::kFetchingWarps) * kLanes;
+  }
+  __device__ __forceinline__ void load_x(const Place& at, Ordered& x) const {
+    if (at.unit >= units) return;
+#pragma unroll
+    for (uint32_t i = 0; i < Ordered::kEach; ++i) {
+      const uint32_t unit = ordering_thread() + i * kWarps * kLanes;
+      const uint32_t piece = unit / kTokenGroup % kPieces, token = unit / (kTokenGroup * kPieces) * kTokenGroup + lane % kTokenGroup;
+      if (token >= Form::kTokens) return;
+      load_quarters(p.x, at.unit % p.token_tiles * Form::kTokens + token, p.tokens, at.chunk, p.columns, piece,
+                    x.quarters[i]);
+    }
+  }
+  __device__ __forceinline__ void store_x(const Place& at, const Ordered& x) const {
+    instruction::wait_for_phase(empty(at.stage), at.parity ^ 1);
+#pragma unroll
+    for (uint32_t i = 0; i < Ordered::kEach; ++i) {
+      const uint32_t unit = ordering_thread() + i * kWarps * kLanes;
+      const uint32_t piece = unit / kTokenGroup % kPieces, token = unit / (kTokenGroup * kPieces) * kTokenGroup + lane % kTokenGroup;
+      if (token >= Form::kTokens) break;
+      const SharedPlace to =
+          stage(at.stage) + Form::kWeightBytes + (piece * 4 * Form::kTokens + token) * 16;
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k)
+        instruction::store_shared(to + k * Form::kTokens * 16, ordered(x.quarters[i], k));
+    }
+    instruction::publish_to_products();
+    __syncwarp();
+    if (lane == 0) instruction::arrive(full(at.stage));
+  }
+
+  // Decodes a piece of a tile: two products' a, with the upper half's row and the lower half's.
+  static __device__ __forceinline__ void decode_piece(uint32_t upper, uint32_t lower, uint32_t upper_scale,
+                                                      uint32_t lower_scale, uint32_t (&a)[2][4]) {
+    uint32_t u[4], l[4];
+    Operand::decode(upper, u);
+    Operand::decode(lower, l);
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      a[i][0] = Operand::multiply(u[2 * i], upper_scale);
+      a[i][1] = Operand::multiply(l[2 * i], lower_scale);
+      a[i][2] = Operand::multiply(u[2 * i + 1], upper_scale);
+      a[i][3] = Operand::multiply(l[2 * i + 1], lower_scale);
+    }
+  }
+  static __device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+  }
+
+  // A chunk of this warpgroup's strips. Registers of a are written again when the products before the latest
+  // have read them.
+  template <class F>
+  __device__ __forceinline__ void multiply(const Place& at, uint32_t (&a)[2][2][4], Sums (&sums)[Form::kStrips],
+                                           F&& after_previous) const {
+    const SharedPlace own = stage(at.stage);
+    const uint32_t first_group = warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps;
+    Fragment tiles[Form::kStrips];
+    uint32_t scales[Form::kStrips][4];
+#pragma unroll
+    for (uint32_t s = 0; s < Form::kStrips; ++s) {
+      const uint32_t group = first_group + s * kWarps;
+      const SharedPlace codes = own + group * kCodeBytes + lane * 16;
+      tiles[s].upper = instruction::load_shared(codes);
+      tiles[s].lower = instruction::load_shared(codes + kCodeBytes / 2);
+      tiles[s].scales =
+          instruction::load_shared_word(own + Form::kGroups * kCodeBytes + group * kScaleBytes + lane * 4);
+      Operand::scales(tiles[s].scales, scales[s]);
+    }
+    const uint64_t x =
+        instruction::operand_in_shared(own + Form::kWeightBytes, Form::kTokens * 16, kTokenGroup * 16);
+#pragma unroll
+    for (uint32_t piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+      for (uint32_t s = 0; s < Form::kStrips; ++s) {
+        const uint32_t i = piece * Form::kStrips + s;
+        uint32_t (&now)[2][4] = a[i % 2];
+        instruction::wait_for_products<1>();
+        if (i == 1) after_previous();
+        decode_piece(word(tiles[s].upper, piece), word(tiles[s].lower, piece), scales[s][piece / 2],
+                     scales[s][2 + piece / 2], now);
+        instruction::begin_products();
+#pragma unroll
+        for (uint32_t step = 0; step < 2; ++step) {
+          instruction::multiply_warpgroup<std::is_same_v<typename Operand::Element, __nv_bfloat16>, Form::kTokens>(
+              sums[s], now[step], x + (2 * piece + step) * (2 * Form::kTokens));
+        }
+        instruction::end_products();
+      }
+    }
+  }
+
+  __device__ __forceinline__ float finished(float sum, float column_scale, float bias) const {
+    sum *= Operand::kUnit;
+    sum *= p.global_scale;
+    return sum * column_scale + bias;
+  }
+
+  // Sums of 8 tokens and of a group: a lane has tokens 2 c and 2 c + 1 of its row of the upper half, then of
+  // the lower half's.
+  __device__ __forceinline__ void write(uint32_t group, uint32_t first_token, const float4& sums) const {
+    const uint32_t upper = group * kGroup + lane / 4;
+    const bool is_there = upper < half;
+    const auto factor = [&](uint32_t row) { return p.column_scale && is_there ? __ldg(p.column_scale + row) : 1.0f; };
+    const auto bias = [&](uint32_t row) {
+      return p.bias && is_there ? to_float(static_cast<const T*>(p.bias)[row]) : 0.0f;
+    };
+    const float upper_factor = factor(upper), lower_factor = factor(upper + half), upper_bias = bias(upper),
+                lower_bias = bias(upper + half);
+    const float y0 = finished(sums.x, upper_factor, upper_bias), y1 = finished(sums.y, upper_factor, upper_bias),
+                z0 = finished(sums.z, lower_factor, lower_bias), z1 = finished(sums.w, lower_factor, lower_bias);
+    // Lanes then have two neighbouring rows of one token.
+    const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
+    const bool writes = token < p.tokens && row < half;
+    if (p.silu_mul) {
+      const auto product = [](float y, float z) { return y / (1.0f + __expf(-y)) * z; };
+      const uint32_t pair = instruction::transpose_pairs(pair_of(T(), product(y0, z0), product(y1, z1)));
+      if (writes) store(size_t{token} * half + row, pair);
+    } else {
+      const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0, y1));
+      const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0, z1));
+      if (writes) {
+        store(size_t{token} * p.outputs + row, pair);
+        store(size_t{token} * p.outputs + half + row, other);
+      }
+    }
+  }
+  __device__ __forceinline__ void store(size_t place, uint32_t pair) const {
+    *reinterpret_cast<uint32_t*>(static_cast<T*>(p.out) + place) = pair;
+  }
+
+  // Slot of 32 lanes' float4: sums of a strip, of 8 tokens, of a warp.
+  static __device__ __forceinline__ uint32_t slot_of(uint32_t strip, uint32_t tokens, uint32_t warp) {
+    return (strip * (Form::kTokens / kTokenGroup) + tokens) * Form::kConsumerWarps + warp;
+  }
+  __device__ __forceinline__ void write_slot(uint32_t unit, uint32_t slot, const float4& sums) const {
+    constexpr uint32_t kTokenGroups = Form::kTokens / kTokenGroup;
+    const uint32_t of_warp = slot % Form::kConsumerWarps, tokens = slot / Form::kConsumerWarps % kTokenGroups,
+                   strip = slot / (Form::kConsumerWarps * kTokenGroups);
+    const uint32_t group = of_warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + of_warp % kWarps;
+    write(unit / p.token_tiles * Form::kGroups + group,
+          unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
+  }
+
+  __device__ __forceinline__ void finish(uint32_t unit, uint32_t turn, const Sums (&sums)[Form::kStrips]) const {
+    if (Form::kSplits && p.ranks > 1) return add_up_cluster(unit, turn, sums);
+#pragma unroll
+    for (uint32_t s = 0; s < Form::kStrips; ++s) {
+#pragma unroll
+      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i)
+        write_slot(unit, slot_of(s, i, warp), float4_of(sums[s], i));
+    }
+  }
+  static __device__ __forceinline__ float4 float4_of(const Sums& sums, uint32_t i) {
+    return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+  }
+
+  // Sends each slot to the block that adds it up, one for each rank in turn, then adds up this block's.
+  __device__ __forceinline__ void add_up_cluster(uint32_t unit, uint32_t turn,
+                                                 const Sums (&sums)[Form::kStrips]) const {
+    if (turn != 0) instruction::wait_for_phase(parts_read(), (turn - 1) % 2);
+#pragma unroll
+    for (uint32_t s = 0; s < Form::kStrips; ++s) {
+#pragma unroll
+      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i) {
+        const uint32_t slot = slot_of(s, i, warp), place = slot / p.ranks;
+        instruction::store_at_rank(part(place, rank), slot - place * p.ranks, float4_of(sums[s], i));
+      }
+    }
+    __syncwarp();
+    if (lane < p.ranks) instruction::arrive_at_rank(parts_here(), lane);
+    instruction::wait_for_phase(parts_here(), turn % 2);
+    for (uint32_t place = warp; place * p.ranks + rank < Form::kSlots; place += Form::kConsumerWarps) {
+      float4 sum = instruction::load_shared_floats(part(place, 0));
+      for (uint32_t other = 1; other < p.ranks; ++other) {
+        const float4 more = instruction::load_shared_floats(part(place, other));
+        sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+      }
+      write_slot(unit, place * p.ranks + rank, sum);
+    }
+    __syncwarp();
+    if (lane < p.ranks) instruction::arrive_at_rank(parts_read(), lane);
+  }
+  __device__ __forceinline__ SharedPlace part(uint32_t place, uint32_t of_rank) const {
+    return parts() + (place * p.ranks + of_rank) * Form::kSlotBytes + lane * 16;
+  }
+
+  __device__ __forceinline__ void consume() const {
+    Place at = first();
+    uint32_t a[2][2][4] = {};
+    for (uint32_t turn = 0; at.unit < units; ++turn) {
+      Sums sums[Form::kStrips] = {};
+      const uint32_t unit = at.unit;
+      uint32_t previous = Form::kStages;
+      do {
+        instruction::wait_for_phase(full(at.stage), at.parity);
+        multiply(at, a, sums, [&] { free_stage(previous); });
+        previous = at.stage;
+        advance(at);
+      } while (at.unit == unit);
+      instruction::wait_for_products<0>();
+      free_stage(previous);
+      finish(unit, turn, sums);
+    }
+  }
+  __device__ __forceinline__ void free_stage(uint32_t i) const {
+    if (i < Form::kStages && lane == 0) instruction::arrive(empty(i));
+  }
+
+  __device__ __forceinline__ void run() const {
+    start();
+    instruction::let_next_kernel_start();
+    if (warp >= Form::kConsumerWarps + Form::kFetchingWarps) {
+      order();
+    } else if (warp >= Form::kConsumerWarps) {
+      if constexpr (Form::kMovesRegisters) instruction::give_registers<40>();
+      if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
+      __syncwarp();
+    } else {
+      if constexpr (Form::kMovesRegisters) instruction::take_registers<232>();
+      consume();
+    }
+    // Others may still write to this block's shared memory.
+    if (p.ranks > 1) instruction::cluster_barrier();
+  }
+};
+
+#endif
+}  // namespace nibble::warpgroup
