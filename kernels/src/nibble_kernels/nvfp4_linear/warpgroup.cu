@@ -18,9 +18,11 @@ constexpr uint32_t kOrderWarps = 4;
 // column. A warp has 8 tokens of a chunk.
 template <uint32_t Tokens>
 __global__ void __launch_bounds__(kOrderWarps* kLanes)
-    order_x(const uint4* x, uint4* to, uint32_t tokens, uint32_t columns, uint32_t chunks) {
+    order_x(const uint4* x, uint4* to, uint32_t tokens, uint32_t columns, uint32_t chunks, uint32_t* flags,
+            uint32_t flag_count) {
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < flag_count; i += gridDim.x * blockDim.x) flags[i] = 0;
   const uint32_t unit = blockIdx.x * kOrderWarps + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const uint32_t token_group = unit / chunks, chunk = unit - token_group * chunks;
   const uint32_t token = token_group * kTokenGroup + lane % kTokenGroup, piece = lane / kTokenGroup;
@@ -103,37 +105,47 @@ void multiply_all(Run& run) {
   p.row_blocks = quotient_up(p.groups, Form::kGroups);
   p.token_tiles = quotient_up(p.tokens, Form::kTokens);
   const uint32_t units = p.row_blocks * p.token_tiles;
-  // Waves of units times the columns of a rank, and what a cluster's exchange costs.
-  float best = 0;
-  uint32_t best_clusters = 0;
+  // Stages until the last block is through: equal ranges of all chunks, or waves of units in clusters.
+  const uint32_t all = units * p.chunks, blocks = std::min(run.device.multiprocessors, all);
+  float best = Form::kOrders ? 1e30f : static_cast<float>(quotient_up(all, blocks)) + 0.5f + 2.0f * quotient_up(blocks, units);
+  if (run.ranks != 0 && run.ranks != 100) best = 1e30f;
+  uint32_t best_clusters = Form::kOrders ? 0 : blocks;
+  p.ranks = 1;
+  bool ranges = !Form::kOrders && best < 1e30f;
   for (uint32_t ranks = 1; ranks <= (Form::kSplits ? 8u : 1u) && ranks <= p.chunks; ++ranks) {
     if (run.ranks != 0 && ranks != run.ranks) continue;
     if (Form::shared_bytes(ranks) > run.device.shared_bytes) continue;
     const uint32_t clusters = clusters_at_a_time<T, Operand, Form>(ranks, run.device);
     if (clusters == 0) continue;
     const float cost = static_cast<float>(quotient_up(units, clusters)) *
-                       (static_cast<float>(quotient_up(p.chunks, ranks)) + (ranks > 1 ? 2.0f : 0.5f));
-    if (best_clusters == 0 || cost < best) {
+                       (static_cast<float>(quotient_up(p.chunks, ranks)) + (ranks > 1 ? 1.0f : 0.5f));
+    if (cost < best) {
       best = cost;
       best_clusters = std::min(clusters, units);
       p.ranks = ranks;
+      ranges = false;
     }
   }
   require(best_clusters != 0, "no cluster of ", run.ranks, " thread blocks runs here");
 
   p.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
-  std::optional<Tensor> in_order;
+  std::optional<Tensor> work;
   if (Form::kOrders) {
     p.x = static_cast<const uint4*>(run.x.const_data_ptr());
   } else {
-    const int64_t pieces = int64_t{p.token_tiles} * p.chunks * (Form::kXBytes / 16);
-    in_order = torch::stable::new_empty(run.x, {pieces * 8}, run.x.scalar_type());
+    const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
+    const int64_t part_bytes = ranges ? int64_t{blocks} * Form::kSlots * Form::kSlotBytes : 0;
+    const uint32_t flag_count = ranges ? blocks * Form::kConsumerWarps : 0;
+    work = torch::stable::new_empty(run.x, {(x_bytes + part_bytes + flag_count * 4) / 2}, run.x.scalar_type());
+    uint8_t* const at = static_cast<uint8_t*>(work->mutable_data_ptr());
+    p.x = reinterpret_cast<const uint4*>(at);
+    p.parts = ranges ? reinterpret_cast<float4*>(at + x_bytes) : nullptr;
+    p.flags = reinterpret_cast<uint32_t*>(at + x_bytes + part_bytes);
     const uint32_t order_units = p.token_tiles * (Form::kTokens / kTokenGroup) * p.chunks;
     Launch order(quotient_up(order_units, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
-    order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()),
-          static_cast<uint4*>(in_order->mutable_data_ptr()), p.tokens, p.columns, p.chunks);
-    p.x = static_cast<const uint4*>(in_order->const_data_ptr());
+    order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()), reinterpret_cast<uint4*>(at),
+          p.tokens, p.columns, p.chunks, p.flags, flag_count);
   }
   Launch launch(best_clusters * p.ranks, p.ranks, Form::kThreads, Form::shared_bytes(p.ranks), run.stream);
   launch(multiply<T, Operand, Form>, p);
@@ -173,31 +185,32 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   const auto run_as = [&](auto type, auto operand) {
     using T = typename decltype(type)::type;
     using Operand = typename decltype(operand)::type;
-    const int64_t variant = division.size() > 2 ? division[2] : 0;
-    if (variant == 1) {
-      if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, false>>(run);
-      if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, false>>(run);
-      if (tokens <= 64) return multiply_all<T, Operand, Form<64, 4, 1, 4, true, false>>(run);
-      if (tokens <= 128) return multiply_all<T, Operand, Form<128, 2, 1, 3, true, true>>(run);
-      return multiply_all<T, Operand, Form<128, 4, 1, 4, false, false>>(run);
+    const int64_t variant = division.size() > 2 ? division[2] : 1;
+    if (variant == 0) {
+      if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, true>>(run);
+      if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, true>>(run);
     }
     if (variant == 2) {
-      if (tokens <= 16) return multiply_all<T, Operand, Form<16, 2, 1, 12, true, true>>(run);
-      if (tokens <= 32) return multiply_all<T, Operand, Form<32, 2, 1, 8, true, true>>(run);
-      if (tokens <= 64) return multiply_all<T, Operand, Form<64, 2, 1, 6, true, true>>(run);
+      if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, false, 2>>(run);
+      if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, false, 2>>(run);
+      if (tokens <= 64) return multiply_all<T, Operand, Form<64, 4, 1, 4, true, false, 2>>(run);
+      if (tokens <= 128) return multiply_all<T, Operand, Form<128, 2, 1, 3, true, false, 2>>(run);
+      return multiply_all<T, Operand, Form<128, 2, 2, 4, false, false, 2>>(run);
     }
-    if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, true>>(run);
-    if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, true>>(run);
-    if (tokens <= 64) return multiply_all<T, Operand, Form<64, 4, 1, 4, true, true>>(run);
+    if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, false>>(run);
+    if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, false>>(run);
+    if (tokens <= 64) return multiply_all<T, Operand, Form<64, 4, 1, 4, true, false>>(run);
     if (tokens <= 128) return multiply_all<T, Operand, Form<128, 2, 1, 3, true, false>>(run);
     if (tokens <= 4096) return multiply_all<T, Operand, Form<128, 2, 2, 4, false, false>>(run);
     multiply_all<T, Operand, Form<256, 2, 1, 3, false, false>>(run);
   };
+#ifndef DEV
   if (native) {
     run_as(TypeOf<__half>(), TypeOf<HalfOperand>());
-  } else {
-    run_as(TypeOf<__nv_bfloat16>(), TypeOf<BfloatOperand>());
+    return out;
   }
+#endif
+  run_as(TypeOf<__nv_bfloat16>(), TypeOf<BfloatOperand>());
   return out;
 }
 

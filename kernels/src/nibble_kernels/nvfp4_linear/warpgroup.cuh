@@ -36,15 +36,22 @@ struct Problem {
   float global_scale;
   uint32_t tokens, outputs, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
+  // Where blocks share all chunks of all units in equal ranges (ranks is 1 then): a block's part of the unit that
+  // it does not begin, [blocks, slots, 32], and whether it is there, [blocks, warps].
+  float4* parts;
+  uint32_t* flags;
   bool silu_mul;
 };
 
 // Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. Splits: whether blocks of a
 // cluster may share the columns. Orders: whether the block brings x into its order itself, instead of order_x.
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, bool Splits, bool Orders>
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, bool Splits, bool Orders,
+          uint32_t PiecesAtOnce = 1, int Ablate = 0>
 struct Form {
   static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
   static constexpr bool kSplits = Splits, kOrders = Orders;
+  static constexpr uint32_t kPiecesAtOnce = PiecesAtOnce;
+  static constexpr int kAblate = Ablate;
   static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
   static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
   // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
@@ -101,8 +108,10 @@ struct Multiplier {
   const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t rank = p.ranks > 1 ? instruction::cluster_rank() : 0;
-  const uint32_t begin = rank * p.chunks / p.ranks, end = (rank + 1) * p.chunks / p.ranks;
   const uint32_t units = p.row_blocks * p.token_tiles, clusters = gridDim.x / p.ranks;
+  // The last blocks begin, so that whom a block waits for has begun before it.
+  const uint32_t range = gridDim.x - 1 - blockIdx.x;
+  const uint32_t begin = rank * p.chunks / p.ranks, end = (rank + 1) * p.chunks / p.ranks;
   const uint32_t half = p.outputs / 2;
 
   __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
@@ -135,23 +144,38 @@ struct Multiplier {
     }
   }
 
-  // Where a block's work begins, and its chunks in order.
+  // A block's chunks in order: equal ranges of all, or a rank's columns of every unit of its cluster. Bit i of
+  // `phases` is the parity of the phase in which stage i is filled.
   struct Place {
-    uint32_t unit, chunk, stage = 0, parity = 0;
+    uint32_t unit, chunk, left, stage = 0, phases = 0;
+    __device__ __forceinline__ uint32_t parity() const { return phases >> stage & 1; }
     __device__ __forceinline__ void next_stage() {
-      if (++stage == Form::kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+      phases ^= 1u << stage;
+      if (++stage == Form::kStages) stage = 0;
     }
   };
-  __device__ __forceinline__ Place first() const { return {blockIdx.x / p.ranks, begin}; }
+  __device__ __forceinline__ uint32_t range_begin(uint32_t i) const {
+    return static_cast<uint32_t>(uint64_t{i} * units * p.chunks / gridDim.x);
+  }
+  __device__ __forceinline__ Place first() const {
+    if (p.parts) {
+      const uint32_t from = range_begin(range);
+      return {from / p.chunks, from % p.chunks, range_begin(range + 1) - from};
+    }
+    const uint32_t cluster = blockIdx.x / p.ranks, count = (units - cluster + clusters - 1) / clusters;
+    return {cluster, begin, count * (end - begin)};
+  }
   __device__ __forceinline__ void advance(Place& place) const {
+    place.next_stage();
+    --place.left;
     if (++place.chunk == end) {
       place.chunk = begin;
-      place.unit += clusters;
+      place.unit += p.parts ? 1 : clusters;
     }
-    place.next_stage();
+  }
+  // Until the stage's last use is over.
+  __device__ __forceinline__ void wait_until_empty(const Place& at) const {
+    instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
   }
 
   __device__ __forceinline__ void fetch_weight(const Place& at) const {
@@ -169,22 +193,17 @@ struct Multiplier {
 
   // One thread.
   __device__ __forceinline__ void fetch() const {
-    Place at = first(), x_at = at;
-    if constexpr (Form::kOrders) {
-      for (; at.unit < units; advance(at)) {
-        instruction::wait_for_phase(empty(at.stage), at.parity ^ 1);
-        fetch_weight(at);
-      }
-      return;
+    Place at = first();
+    if constexpr (!Form::kOrders) {  // weights do not depend on the previous kernel, x does
+      Place x_at = at;
+      for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) fetch_weight(at);
+      instruction::wait_for_previous_kernel();
+      for (uint32_t i = 0; i < Form::kStages && x_at.left != 0; ++i, advance(x_at)) fetch_x(x_at);
     }
-    // Weights do not depend on the previous kernel, x does.
-    for (uint32_t i = 0; i < Form::kStages && at.unit < units; ++i, advance(at)) fetch_weight(at);
-    instruction::wait_for_previous_kernel();
-    for (uint32_t i = 0; i < Form::kStages && x_at.unit < units; ++i, advance(x_at)) fetch_x(x_at);
-    for (; at.unit < units; advance(at)) {
-      instruction::wait_for_phase(empty(at.stage), at.parity ^ 1);
+    for (; at.left != 0; advance(at)) {
+      wait_until_empty(at);
       fetch_weight(at);
-      fetch_x(at);
+      if constexpr (!Form::kOrders) fetch_x(at);
     }
   }
 
@@ -199,13 +218,18 @@ struct Multiplier {
     Ordered x[kAhead];
     Place at = first(), ahead = at;
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i, advance(ahead)) load_x(ahead, x[i]);
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      load_x(ahead, x[i]);
+      if (ahead.left != 0) advance(ahead);
+    }
     while (true) {
 #pragma unroll
-      for (uint32_t i = 0; i < kAhead; ++i, advance(at), advance(ahead)) {
-        if (at.unit >= units) return;
+      for (uint32_t i = 0; i < kAhead; ++i) {
+        if (at.left == 0) return;
         store_x(at, x[i]);
+        advance(at);
         load_x(ahead, x[i]);
+        if (ahead.left != 0) advance(ahead);
       }
     }
   }
@@ -213,7 +237,7 @@ struct Multiplier {
     return threadIdx.x - (Form::kConsumerWarps + Form::kFetchingWarps) * kLanes;
   }
   __device__ __forceinline__ void load_x(const Place& at, Ordered& x) const {
-    if (at.unit >= units) return;
+    if (at.left == 0) return;
 #pragma unroll
     for (uint32_t i = 0; i < Ordered::kEach; ++i) {
       const uint32_t unit = ordering_thread() + i * kWarps * kLanes;
@@ -224,7 +248,7 @@ struct Multiplier {
     }
   }
   __device__ __forceinline__ void store_x(const Place& at, const Ordered& x) const {
-    instruction::wait_for_phase(empty(at.stage), at.parity ^ 1);
+    wait_until_empty(at);
 #pragma unroll
     for (uint32_t i = 0; i < Ordered::kEach; ++i) {
       const uint32_t unit = ordering_thread() + i * kWarps * kLanes;
@@ -243,16 +267,17 @@ struct Multiplier {
 
   // Decodes a piece of a tile: two products' a, with the upper half's row and the lower half's.
   static __device__ __forceinline__ void decode_piece(uint32_t upper, uint32_t lower, uint32_t upper_scale,
-                                                      uint32_t lower_scale, uint32_t (&a)[2][4]) {
+                                                      uint32_t lower_scale, uint32_t (&first)[4],
+                                                      uint32_t (&second)[4]) {
     uint32_t u[4], l[4];
     Operand::decode(upper, u);
     Operand::decode(lower, l);
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      a[i][0] = Operand::multiply(u[2 * i], upper_scale);
-      a[i][1] = Operand::multiply(l[2 * i], lower_scale);
-      a[i][2] = Operand::multiply(u[2 * i + 1], upper_scale);
-      a[i][3] = Operand::multiply(l[2 * i + 1], lower_scale);
+      first[2 * i] = Operand::multiply(u[i], upper_scale);
+      first[2 * i + 1] = Operand::multiply(l[i], lower_scale);
+      second[2 * i] = Operand::multiply(u[2 + i], upper_scale);
+      second[2 * i + 1] = Operand::multiply(l[2 + i], lower_scale);
     }
   }
   static __device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
@@ -261,10 +286,10 @@ struct Multiplier {
 
   // A chunk of this warpgroup's strips. Registers of a are written again when the products before the latest
   // have read them.
+  using Operands = uint32_t[2][2 * Form::kPiecesAtOnce][4];
   template <class F>
-  __device__ __forceinline__ void multiply(const Place& at, uint32_t (&a)[2][2][4], Sums (&sums)[Form::kStrips],
+  __device__ __forceinline__ void multiply(SharedPlace own, Operands& a, Sums (&sums)[Form::kStrips],
                                            F&& after_previous) const {
-    const SharedPlace own = stage(at.stage);
     const uint32_t first_group = warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps;
     Fragment tiles[Form::kStrips];
     uint32_t scales[Form::kStrips][4];
@@ -281,20 +306,24 @@ struct Multiplier {
     const uint64_t x =
         instruction::operand_in_shared(own + Form::kWeightBytes, Form::kTokens * 16, kTokenGroup * 16);
 #pragma unroll
-    for (uint32_t piece = 0; piece < kPieces; ++piece) {
+    for (uint32_t first = 0; first < kPieces; first += Form::kPiecesAtOnce) {
 #pragma unroll
       for (uint32_t s = 0; s < Form::kStrips; ++s) {
-        const uint32_t i = piece * Form::kStrips + s;
-        uint32_t (&now)[2][4] = a[i % 2];
+        const uint32_t i = first / Form::kPiecesAtOnce * Form::kStrips + s;
+        auto& now = a[i % 2];
         instruction::wait_for_products<1>();
         if (i == 1) after_previous();
-        decode_piece(word(tiles[s].upper, piece), word(tiles[s].lower, piece), scales[s][piece / 2],
-                     scales[s][2 + piece / 2], now);
+#pragma unroll
+        for (uint32_t j = 0; j < Form::kPiecesAtOnce; ++j) {
+          const uint32_t piece = first + j;
+          decode_piece(word(tiles[s].upper, piece), word(tiles[s].lower, piece), scales[s][piece / 2],
+                       scales[s][2 + piece / 2], now[2 * j], now[2 * j + 1]);
+        }
         instruction::begin_products();
 #pragma unroll
-        for (uint32_t step = 0; step < 2; ++step) {
+        for (uint32_t step = 0; step < 2 * Form::kPiecesAtOnce; ++step) {
           instruction::multiply_warpgroup<std::is_same_v<typename Operand::Element, __nv_bfloat16>, Form::kTokens>(
-              sums[s], now[step], x + (2 * piece + step) * (2 * Form::kTokens));
+              sums[s], now[step], x + (2 * first + step) * (2 * Form::kTokens));
         }
         instruction::end_products();
       }
@@ -353,14 +382,50 @@ struct Multiplier {
           unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
   }
 
-  __device__ __forceinline__ void finish(uint32_t unit, uint32_t turn, const Sums (&sums)[Form::kStrips]) const {
-    if (Form::kSplits && p.ranks > 1) return add_up_cluster(unit, turn, sums);
+  __device__ __forceinline__ void finish(uint32_t unit, const Sums (&sums)[Form::kStrips]) const {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
       for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i)
         write_slot(unit, slot_of(s, i, warp), float4_of(sums[s], i));
     }
+  }
+
+  // Equal ranges. Who begins a unit adds the parts of those that go on with it, in their order. They had the unit
+  // first, so that nobody waits long.
+  __device__ __forceinline__ void leave_part(const Sums (&sums)[Form::kStrips]) const {
+#pragma unroll
+    for (uint32_t s = 0; s < Form::kStrips; ++s) {
+#pragma unroll
+      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i)
+        *part_of(range, slot_of(s, i, warp)) = float4_of(sums[s], i);
+    }
+    __syncwarp();
+    if (lane == 0) instruction::store_release(flag_of(range), 1);
+  }
+  __device__ __forceinline__ void add_parts(uint32_t unit, Sums (&sums)[Form::kStrips]) const {
+    for (uint32_t other = range + 1; range_begin(other) < (unit + 1) * p.chunks; ++other) {
+      while (instruction::load_acquire(flag_of(other)) == 0) {
+      }
+      __syncwarp();
+#pragma unroll
+      for (uint32_t s = 0; s < Form::kStrips; ++s) {
+#pragma unroll
+        for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i) {
+          const float4 more = __ldcg(part_of(other, slot_of(s, i, warp)));
+          sums[s][4 * i] += more.x;
+          sums[s][4 * i + 1] += more.y;
+          sums[s][4 * i + 2] += more.z;
+          sums[s][4 * i + 3] += more.w;
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float4* part_of(uint32_t block, uint32_t slot) const {
+    return p.parts + (size_t{block} * Form::kSlots + slot) * kLanes + lane;
+  }
+  __device__ __forceinline__ uint32_t* flag_of(uint32_t block) const {
+    return p.flags + block * Form::kConsumerWarps + warp;
   }
   static __device__ __forceinline__ float4 float4_of(const Sums& sums, uint32_t i) {
     return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
@@ -369,7 +434,7 @@ struct Multiplier {
   // Sends each slot to the block that adds it up, one for each rank in turn, then adds up this block's.
   __device__ __forceinline__ void add_up_cluster(uint32_t unit, uint32_t turn,
                                                  const Sums (&sums)[Form::kStrips]) const {
-    if (turn != 0) instruction::wait_for_phase(parts_read(), (turn - 1) % 2);
+    if (turn != 0) instruction::wait_for_phase<true>(parts_read(), (turn - 1) % 2);
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
@@ -380,7 +445,7 @@ struct Multiplier {
     }
     __syncwarp();
     if (lane < p.ranks) instruction::arrive_at_rank(parts_here(), lane);
-    instruction::wait_for_phase(parts_here(), turn % 2);
+    instruction::wait_for_phase<true>(parts_here(), turn % 2);
     for (uint32_t place = warp; place * p.ranks + rank < Form::kSlots; place += Form::kConsumerWarps) {
       float4 sum = instruction::load_shared_floats(part(place, 0));
       for (uint32_t other = 1; other < p.ranks; ++other) {
@@ -397,25 +462,34 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void consume() const {
+    Operands a = {};
     Place at = first();
-    uint32_t a[2][2][4] = {};
-    for (uint32_t turn = 0; at.unit < units; ++turn) {
+    for (uint32_t turn = 0; at.left != 0; ++turn) {
       Sums sums[Form::kStrips] = {};
-      const uint32_t unit = at.unit;
+      const uint32_t unit = at.unit, first_chunk = at.chunk;
       uint32_t previous = Form::kStages;
       do {
-        instruction::wait_for_phase(full(at.stage), at.parity);
-        multiply(at, a, sums, [&] { free_stage(previous); });
+        instruction::wait_for_phase(full(at.stage), at.parity());
+        multiply(__shfl_sync(~0u, stage(at.stage), 0), a, sums, [&] {
+          if (previous != Form::kStages) free_stage(previous);
+        });
         previous = at.stage;
         advance(at);
-      } while (at.unit == unit);
+      } while (at.left != 0 && at.unit == unit);
       instruction::wait_for_products<0>();
       free_stage(previous);
-      finish(unit, turn, sums);
+      if (Form::kSplits && p.ranks > 1) {
+        add_up_cluster(unit, turn, sums);
+      } else if (p.parts && first_chunk != 0) {
+        leave_part(sums);
+      } else {
+        if (p.parts) add_parts(unit, sums);
+        finish(unit, sums);
+      }
     }
   }
   __device__ __forceinline__ void free_stage(uint32_t i) const {
-    if (i < Form::kStages && lane == 0) instruction::arrive(empty(i));
+    if (lane == 0) instruction::arrive(empty(i));
   }
 
   __device__ __forceinline__ void run() const {

@@ -43,17 +43,31 @@ __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t ran
       "r"(rank)
       : "memory");
 }
-// Until the phase of this parity is over.
+// Until the phase of this parity is over. Of_cluster: what threads of other blocks wrote before they arrived is
+// visible then, too; that empties the first cache.
+template <bool Of_cluster = false>
 __device__ __forceinline__ void wait_for_phase(SharedPlace barrier, uint32_t parity) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred over;\n\t"
-      "AGAIN:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n\t"
-      "@!over bra AGAIN;\n\t"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  if constexpr (Of_cluster) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred over;\n\t"
+        "AGAIN:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n\t"
+        "@!over bra AGAIN;\n\t"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred over;\n\t"
+        "AGAIN:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n\t"
+        "@!over bra AGAIN;\n\t"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+  }
 }
 __device__ __forceinline__ void copy_bulk(SharedPlace to, const void* from, uint32_t bytes,
                                           SharedPlace barrier) {
@@ -88,6 +102,15 @@ __device__ __forceinline__ void store_shared(SharedPlace to, const uint4& value)
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
+}
+// A flag in global memory: who sees it sees what was written before, by this warp too.
+__device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
 }
 // Makes this thread's stores to shared memory visible to products and bulk copies.
 __device__ __forceinline__ void publish_to_products() {
