@@ -100,34 +100,8 @@ struct Run {
 };
 
 template <class T, class Operand, class Form>
-void multiply_all(Run& run) {
+void multiply_with(Run& run, uint32_t clusters) {
   Problem& p = run.problem;
-  p.row_blocks = quotient_up(p.groups, Form::kGroups);
-  p.token_tiles = quotient_up(p.tokens, Form::kTokens);
-  const uint32_t units = p.row_blocks * p.token_tiles;
-  // Stages until the last block is through: equal ranges of all chunks, or waves of units in clusters.
-  const uint32_t all = units * p.chunks, blocks = std::min(run.device.multiprocessors, all);
-  float best = Form::kOrders ? 1e30f : static_cast<float>(quotient_up(all, blocks)) + 0.5f + 2.0f * quotient_up(blocks, units);
-  if (run.ranks != 0 && run.ranks != 100) best = 1e30f;
-  uint32_t best_clusters = Form::kOrders ? 0 : blocks;
-  p.ranks = 1;
-  bool ranges = !Form::kOrders && best < 1e30f;
-  for (uint32_t ranks = 1; ranks <= (Form::kSplits ? 8u : 1u) && ranks <= p.chunks; ++ranks) {
-    if (run.ranks != 0 && ranks != run.ranks) continue;
-    if (Form::shared_bytes(ranks) > run.device.shared_bytes) continue;
-    const uint32_t clusters = clusters_at_a_time<T, Operand, Form>(ranks, run.device);
-    if (clusters == 0) continue;
-    const float cost = static_cast<float>(quotient_up(units, clusters)) *
-                       (static_cast<float>(quotient_up(p.chunks, ranks)) + (ranks > 1 ? 1.0f : 0.5f));
-    if (cost < best) {
-      best = cost;
-      best_clusters = std::min(clusters, units);
-      p.ranks = ranks;
-      ranges = false;
-    }
-  }
-  require(best_clusters != 0, "no cluster of ", run.ranks, " thread blocks runs here");
-
   p.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
   std::optional<Tensor> work;
@@ -135,20 +109,69 @@ void multiply_all(Run& run) {
     p.x = static_cast<const uint4*>(run.x.const_data_ptr());
   } else {
     const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
-    const int64_t part_bytes = ranges ? int64_t{blocks} * Form::kSlots * Form::kSlotBytes : 0;
-    const uint32_t flag_count = ranges ? blocks * Form::kConsumerWarps : 0;
+    const int64_t part_bytes = Form::kRanges ? int64_t{clusters} * Form::kSlots * Form::kSlotBytes : 0;
+    const uint32_t flag_count = Form::kRanges ? clusters * Form::kConsumerWarps : 0;
     work = torch::stable::new_empty(run.x, {(x_bytes + part_bytes + flag_count * 4) / 2}, run.x.scalar_type());
     uint8_t* const at = static_cast<uint8_t*>(work->mutable_data_ptr());
     p.x = reinterpret_cast<const uint4*>(at);
-    p.parts = ranges ? reinterpret_cast<float4*>(at + x_bytes) : nullptr;
+    p.parts = reinterpret_cast<float4*>(at + x_bytes);
     p.flags = reinterpret_cast<uint32_t*>(at + x_bytes + part_bytes);
     const uint32_t order_units = p.token_tiles * (Form::kTokens / kTokenGroup) * p.chunks;
     Launch order(quotient_up(order_units, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
     order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()), reinterpret_cast<uint4*>(at),
           p.tokens, p.columns, p.chunks, p.flags, flag_count);
   }
-  Launch launch(best_clusters * p.ranks, p.ranks, Form::kThreads, Form::shared_bytes(p.ranks), run.stream);
+  Launch launch(clusters * p.ranks, p.ranks, Form::kThreads, Form::shared_bytes(p.ranks), run.stream);
   launch(multiply<T, Operand, Form>, p);
+}
+
+// A form for each way to share the work.
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, uint32_t Pieces = 1>
+struct Forms {
+  using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units, false, Pieces>;
+  using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters, false, Pieces>;
+  using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges, false, Pieces>;
+};
+
+template <class T, class Operand, class Forms>
+void multiply_all(Run& run) {
+  using Units = typename Forms::Units;
+  using Clusters = typename Forms::Clusters;
+  using Ranges = typename Forms::Ranges;
+  Problem& p = run.problem;
+  p.row_blocks = quotient_up(p.groups, Units::kGroups);
+  p.token_tiles = quotient_up(p.tokens, Units::kTokens);
+  p.ranks = 1;
+  const uint32_t units = p.row_blocks * p.token_tiles, all = units * p.chunks;
+  const uint32_t blocks = std::min(run.device.multiprocessors, all);
+  if (run.ranks == 100) return multiply_with<T, Operand, Ranges>(run, blocks);
+  if (run.ranks == 1) return multiply_with<T, Operand, Units>(run, std::min(units, blocks));
+  // Stages until the last block is through.
+  float best = static_cast<float>(quotient_up(units, blocks) * p.chunks);
+  uint32_t clusters = 0;
+  if constexpr (Clusters::shared_bytes(2) <= 227 * 1024) {
+    for (uint32_t ranks = 2; ranks <= 8 && ranks <= p.chunks; ++ranks) {
+      if (run.ranks != 0 && ranks != run.ranks) continue;
+      if (Clusters::shared_bytes(ranks) > run.device.shared_bytes) continue;
+      const uint32_t at_a_time = clusters_at_a_time<T, Operand, Clusters>(ranks, run.device);
+      if (at_a_time == 0) continue;
+      const float cost = static_cast<float>(quotient_up(units, at_a_time) * (quotient_up(p.chunks, ranks) + 1));
+      if (cost < best || run.ranks != 0) {
+        best = cost;
+        clusters = std::min(at_a_time, units);
+        p.ranks = ranks;
+      }
+    }
+  }
+  const float of_ranges = static_cast<float>(quotient_up(all, blocks)) + 4.0f * quotient_up(blocks, units);
+  if (run.ranks == 0 && of_ranges < best) {
+    p.ranks = 1;
+    return multiply_with<T, Operand, Ranges>(run, blocks);
+  }
+  if constexpr (Clusters::shared_bytes(2) <= 227 * 1024) {
+    if (clusters != 0) return multiply_with<T, Operand, Clusters>(run, clusters);
+  }
+  multiply_with<T, Operand, Units>(run, std::min(units, blocks));
 }
 
 const void* data_or_null(const std::optional<Tensor>& tensor) {
@@ -186,23 +209,17 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
     using T = typename decltype(type)::type;
     using Operand = typename decltype(operand)::type;
     const int64_t variant = division.size() > 2 ? division[2] : 1;
-    if (variant == 0) {
-      if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, true>>(run);
-      if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, true>>(run);
-    }
     if (variant == 2) {
-      if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, false, 2>>(run);
-      if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, false, 2>>(run);
-      if (tokens <= 64) return multiply_all<T, Operand, Form<64, 4, 1, 4, true, false, 2>>(run);
-      if (tokens <= 128) return multiply_all<T, Operand, Form<128, 2, 1, 3, true, false, 2>>(run);
-      return multiply_all<T, Operand, Form<128, 2, 2, 4, false, false, 2>>(run);
+      if (tokens <= 16) return multiply_all<T, Operand, Forms<16, 2, 2, 8>>(run);
+      if (tokens <= 32) return multiply_all<T, Operand, Forms<32, 2, 2, 6>>(run);
+      if (tokens <= 64) return multiply_all<T, Operand, Forms<64, 2, 2, 4>>(run);
     }
-    if (tokens <= 16) return multiply_all<T, Operand, Form<16, 4, 1, 8, true, false>>(run);
-    if (tokens <= 32) return multiply_all<T, Operand, Form<32, 4, 1, 6, true, false>>(run);
-    if (tokens <= 64) return multiply_all<T, Operand, Form<64, 4, 1, 4, true, false>>(run);
-    if (tokens <= 128) return multiply_all<T, Operand, Form<128, 2, 1, 3, true, false>>(run);
-    if (tokens <= 4096) return multiply_all<T, Operand, Form<128, 2, 2, 4, false, false>>(run);
-    multiply_all<T, Operand, Form<256, 2, 1, 3, false, false>>(run);
+    if (tokens <= 16) return multiply_all<T, Operand, Forms<16, 4, 1, 8>>(run);
+    if (tokens <= 32) return multiply_all<T, Operand, Forms<32, 4, 1, 6>>(run);
+    if (tokens <= 64) return multiply_all<T, Operand, Forms<64, 4, 1, 4>>(run);
+    if (tokens <= 128) return multiply_all<T, Operand, Forms<128, 2, 1, 3>>(run);
+    if (tokens <= 4096) return multiply_all<T, Operand, Forms<128, 2, 2, 4>>(run);
+    multiply_all<T, Operand, Forms<256, 2, 1, 3>>(run);
   };
 #ifndef DEV
   if (native) {

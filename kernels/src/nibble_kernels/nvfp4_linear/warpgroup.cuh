@@ -45,11 +45,13 @@ struct Problem {
 
 // Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. Splits: whether blocks of a
 // cluster may share the columns. Orders: whether the block brings x into its order itself, instead of order_x.
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, bool Splits, bool Orders,
+enum class Sharing { units, clusters, ranges };
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares, bool Orders,
           uint32_t PiecesAtOnce = 1, int Ablate = 0>
 struct Form {
   static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
-  static constexpr bool kSplits = Splits, kOrders = Orders;
+  static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
+  static constexpr bool kOrders = Orders;
   static constexpr uint32_t kPiecesAtOnce = PiecesAtOnce;
   static constexpr int kAblate = Ablate;
   static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
@@ -107,7 +109,7 @@ struct Multiplier {
   const Problem& p;
   const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const uint32_t rank = p.ranks > 1 ? instruction::cluster_rank() : 0;
+  const uint32_t rank = Form::kSplits ? instruction::cluster_rank() : 0;
   const uint32_t units = p.row_blocks * p.token_tiles, clusters = gridDim.x / p.ranks;
   // The last blocks begin, so that whom a block waits for has begun before it.
   const uint32_t range = gridDim.x - 1 - blockIdx.x;
@@ -137,7 +139,7 @@ struct Multiplier {
       instruction::init_barrier(parts_read(), p.ranks * Form::kConsumerWarps);
       instruction::publish_barriers();
     }
-    if (p.ranks > 1) {
+    if constexpr (Form::kSplits) {
       instruction::cluster_barrier();
     } else {
       __syncthreads();
@@ -158,7 +160,7 @@ struct Multiplier {
     return static_cast<uint32_t>(uint64_t{i} * units * p.chunks / gridDim.x);
   }
   __device__ __forceinline__ Place first() const {
-    if (p.parts) {
+    if constexpr (Form::kRanges) {
       const uint32_t from = range_begin(range);
       return {from / p.chunks, from % p.chunks, range_begin(range + 1) - from};
     }
@@ -170,7 +172,7 @@ struct Multiplier {
     --place.left;
     if (++place.chunk == end) {
       place.chunk = begin;
-      place.unit += p.parts ? 1 : clusters;
+      place.unit += Form::kRanges ? 1 : clusters;
     }
   }
   // Until the stage's last use is over.
@@ -478,12 +480,16 @@ struct Multiplier {
       } while (at.left != 0 && at.unit == unit);
       instruction::wait_for_products<0>();
       free_stage(previous);
-      if (Form::kSplits && p.ranks > 1) {
+      if constexpr (Form::kSplits) {
         add_up_cluster(unit, turn, sums);
-      } else if (p.parts && first_chunk != 0) {
-        leave_part(sums);
       } else {
-        if (p.parts) add_parts(unit, sums);
+        if constexpr (Form::kRanges) {
+          if (first_chunk != 0) {
+            leave_part(sums);
+            continue;
+          }
+          add_parts(unit, sums);
+        }
         finish(unit, sums);
       }
     }
@@ -506,7 +512,7 @@ struct Multiplier {
       consume();
     }
     // Others may still write to this block's shared memory.
-    if (p.ranks > 1) instruction::cluster_barrier();
+    if constexpr (Form::kSplits) instruction::cluster_barrier();
   }
 };
 
