@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "nibble/decode_launch.h"
+#include "nvfp4_linear/prompt.cuh"
 #include "nvfp4_linear/warpgroup.cuh"
 
 namespace nibble::warpgroup {
@@ -40,6 +41,15 @@ __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_const
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
   Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
+#endif
+}
+
+template <class T, class Operand>
+__global__ void __launch_bounds__(PromptForm::kThreads, 1)
+    multiply_prompt(const __grid_constant__ PromptProblem problem) {
+#if NIBBLE_HAS_WARPGROUP_PRODUCTS
+  extern __shared__ __align__(1024) uint8_t prompt_shared[];
+  PromptMultiplier<T, Operand>{problem, instruction::shared_place(prompt_shared)}.run();
 #endif
 }
 
@@ -90,6 +100,19 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
   return map;
 }
 
+// Boxes of 64 columns, 128 bytes, by the prompt kernel's tokens, swizzled.
+CUtensorMap map_of_x(const void* data, uint32_t tokens, uint32_t columns) {
+  CUtensorMap map{};
+  const cuuint64_t sizes[] = {columns, tokens}, bytes[] = {uint64_t{columns} * 2};
+  const cuuint32_t box[] = {kChunk / 2, PromptForm::kTokens}, steps[] = {1, 1};
+  const CUresult result =
+      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, bytes, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: ", static_cast<int>(result));
+  return map;
+}
+
 struct Run {
   Problem problem;
   const void *codes, *scales;
@@ -123,6 +146,25 @@ void multiply_with(Run& run, uint32_t clusters) {
   }
   Launch launch(clusters * p.ranks, p.ranks, Form::kThreads, Form::shared_bytes(p.ranks), run.stream);
   launch(multiply<T, Operand, Form>, p);
+}
+
+template <class T, class Operand>
+void multiply_prompt_with(Run& run) {
+  using Form = PromptForm;
+  const Problem& p = run.problem;
+  PromptProblem prompt{};
+  prompt.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
+  prompt.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
+  prompt.x = map_of_x(run.x.const_data_ptr(), p.tokens, p.columns);
+  prompt.output = p.output;
+  prompt.tokens = p.tokens;
+  prompt.chunks = p.chunks;
+  prompt.groups = p.groups;
+  prompt.row_blocks = quotient_up(p.groups, Form::kGroups);
+  prompt.token_tiles = quotient_up(p.tokens, Form::kTokens);
+  Launch launch(std::min(prompt.row_blocks * prompt.token_tiles, run.device.multiprocessors), 1, Form::kThreads,
+                Form::kSharedBytes, run.stream);
+  launch(multiply_prompt<T, Operand>, prompt);
 }
 
 // A form for each way to share the work.
@@ -190,16 +232,16 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
       torch::stable::new_empty(x, with_last(x, silu_mul ? outputs / 2 : outputs), x.scalar_type());
   const decode::Problem checked = decode::problem_of(x, codes, outputs, scales, 1);
   Problem problem{};
-  problem.column_scale = static_cast<const float*>(data_or_null(column_scale));
-  problem.bias = data_or_null(bias);
-  problem.out = out.mutable_data_ptr();
-  problem.global_scale = static_cast<float>(global_scale);
-  problem.outputs = checked.outputs;
+  problem.output.column_scale = static_cast<const float*>(data_or_null(column_scale));
+  problem.output.bias = data_or_null(bias);
+  problem.output.out = out.mutable_data_ptr();
+  problem.output.global_scale = static_cast<float>(global_scale);
+  problem.output.outputs = checked.outputs;
   problem.columns = checked.columns;
   problem.chunks = checked.chunks;
   problem.groups = checked.groups;
   problem.tokens = static_cast<uint32_t>(x.numel() / checked.columns);
-  problem.silu_mul = silu_mul;
+  problem.output.silu_mul = silu_mul;
   if (problem.tokens == 0) return out;
   Run run{problem, checked.codes, checked.scales, x, device,
           division.empty() ? 0u : static_cast<uint32_t>(division[1]), current_stream(x)};
@@ -214,12 +256,15 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
       if (tokens <= 32) return multiply_all<T, Operand, Forms<32, 2, 2, 6>>(run);
       if (tokens <= 64) return multiply_all<T, Operand, Forms<64, 2, 2, 4>>(run);
     }
+    if (variant == 3) {
+      return multiply_all<T, Operand, Forms<96, 4, 1, 5>>(run);
+    }
     if (tokens <= 16) return multiply_all<T, Operand, Forms<16, 4, 1, 8>>(run);
     if (tokens <= 32) return multiply_all<T, Operand, Forms<32, 4, 1, 6>>(run);
     if (tokens <= 64) return multiply_all<T, Operand, Forms<64, 4, 1, 4>>(run);
     if (tokens <= 128) return multiply_all<T, Operand, Forms<128, 2, 1, 3>>(run);
     if (tokens <= 4096) return multiply_all<T, Operand, Forms<128, 2, 2, 4>>(run);
-    multiply_all<T, Operand, Forms<256, 2, 1, 3>>(run);
+    multiply_prompt_with<T, Operand>(run);
   };
 #ifndef DEV
   if (native) {

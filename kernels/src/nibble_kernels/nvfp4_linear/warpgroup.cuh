@@ -10,37 +10,20 @@
 
 #include "nibble/mma_operand.cuh"
 #include "nibble/warpgroup_instructions.cuh"
-#include "nvfp4_linear/ring.cuh"
+#include "nvfp4_linear/output.cuh"
 
 namespace nibble::warpgroup {
-
-using decode::Fragment;
-using decode::kChunk;
-using decode::kGroup;
-using decode::kLanes;
-using decode::kPieces;
-using decode::kTileBytes;
-using instruction::SharedPlace;
-
-constexpr uint32_t kWarps = 4;  // of a warpgroup
-constexpr uint32_t kTokenGroup = 8;
-constexpr uint32_t kSteps = kChunk / 16;  // products of a chunk
-constexpr uint32_t kCodeBytes = 1024, kScaleBytes = kTileBytes - kCodeBytes;
 
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
   const uint4* x;  // [tiles of tokens, chunks, steps, 2, tokens of a tile]: order_x; or [tokens, columns]
-  const float* column_scale;
-  const void* bias;
-  void* out;
-  float global_scale;
-  uint32_t tokens, outputs, columns, chunks, groups;
+  Output output;
+  uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
   // Where blocks share all chunks of all units in equal ranges (ranks is 1 then): a block's part of the unit that
   // it does not begin, [blocks, slots, 32], and whether it is there, [blocks, warps].
   float4* parts;
   uint32_t* flags;
-  bool silu_mul;
 };
 
 // Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. Splits: whether blocks of a
@@ -89,17 +72,6 @@ __device__ __forceinline__ uint4 ordered(const uint4 (&quarters)[4], uint32_t i)
   return make_uint4(of(quarters[0]), of(quarters[1]), of(quarters[2]), of(quarters[3]));
 }
 
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ uint32_t pair_of(__nv_bfloat16, float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ __forceinline__ uint32_t pair_of(__half, float a, float b) {
-  const __half2 pair = __floats2half2_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
 
 template <class T, class Operand, class Form>
@@ -114,7 +86,6 @@ struct Multiplier {
   // The last blocks begin, so that whom a block waits for has begun before it.
   const uint32_t range = gridDim.x - 1 - blockIdx.x;
   const uint32_t begin = rank * p.chunks / p.ranks, end = (rank + 1) * p.chunks / p.ranks;
-  const uint32_t half = p.outputs / 2;
 
   __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
   __device__ __forceinline__ SharedPlace barriers() const {
@@ -282,10 +253,6 @@ struct Multiplier {
       second[2 * i + 1] = Operand::multiply(l[2 + i], lower_scale);
     }
   }
-  static __device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-  }
-
   // A chunk of this warpgroup's strips. Registers of a are written again when the products before the latest
   // have read them.
   using Operands = uint32_t[2][2 * Form::kPiecesAtOnce][4];
@@ -298,11 +265,7 @@ struct Multiplier {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
       const uint32_t group = first_group + s * kWarps;
-      const SharedPlace codes = own + group * kCodeBytes + lane * 16;
-      tiles[s].upper = instruction::load_shared(codes);
-      tiles[s].lower = instruction::load_shared(codes + kCodeBytes / 2);
-      tiles[s].scales =
-          instruction::load_shared_word(own + Form::kGroups * kCodeBytes + group * kScaleBytes + lane * 4);
+      tiles[s] = load_tile(own + group * kCodeBytes, own + Form::kGroups * kCodeBytes + group * kScaleBytes);
       Operand::scales(tiles[s].scales, scales[s]);
     }
     const uint64_t x =
@@ -332,45 +295,6 @@ struct Multiplier {
     }
   }
 
-  __device__ __forceinline__ float finished(float sum, float column_scale, float bias) const {
-    sum *= Operand::kUnit;
-    sum *= p.global_scale;
-    return sum * column_scale + bias;
-  }
-
-  // Sums of 8 tokens and of a group: a lane has tokens 2 c and 2 c + 1 of its row of the upper half, then of
-  // the lower half's.
-  __device__ __forceinline__ void write(uint32_t group, uint32_t first_token, const float4& sums) const {
-    const uint32_t upper = group * kGroup + lane / 4;
-    const bool is_there = upper < half;
-    const auto factor = [&](uint32_t row) { return p.column_scale && is_there ? __ldg(p.column_scale + row) : 1.0f; };
-    const auto bias = [&](uint32_t row) {
-      return p.bias && is_there ? to_float(static_cast<const T*>(p.bias)[row]) : 0.0f;
-    };
-    const float upper_factor = factor(upper), lower_factor = factor(upper + half), upper_bias = bias(upper),
-                lower_bias = bias(upper + half);
-    const float y0 = finished(sums.x, upper_factor, upper_bias), y1 = finished(sums.y, upper_factor, upper_bias),
-                z0 = finished(sums.z, lower_factor, lower_bias), z1 = finished(sums.w, lower_factor, lower_bias);
-    // Lanes then have two neighbouring rows of one token.
-    const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
-    const bool writes = token < p.tokens && row < half;
-    if (p.silu_mul) {
-      const auto product = [](float y, float z) { return y / (1.0f + __expf(-y)) * z; };
-      const uint32_t pair = instruction::transpose_pairs(pair_of(T(), product(y0, z0), product(y1, z1)));
-      if (writes) store(size_t{token} * half + row, pair);
-    } else {
-      const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0, y1));
-      const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0, z1));
-      if (writes) {
-        store(size_t{token} * p.outputs + row, pair);
-        store(size_t{token} * p.outputs + half + row, other);
-      }
-    }
-  }
-  __device__ __forceinline__ void store(size_t place, uint32_t pair) const {
-    *reinterpret_cast<uint32_t*>(static_cast<T*>(p.out) + place) = pair;
-  }
-
   // Slot of 32 lanes' float4: sums of a strip, of 8 tokens, of a warp.
   static __device__ __forceinline__ uint32_t slot_of(uint32_t strip, uint32_t tokens, uint32_t warp) {
     return (strip * (Form::kTokens / kTokenGroup) + tokens) * Form::kConsumerWarps + warp;
@@ -380,7 +304,7 @@ struct Multiplier {
     const uint32_t of_warp = slot % Form::kConsumerWarps, tokens = slot / Form::kConsumerWarps % kTokenGroups,
                    strip = slot / (Form::kConsumerWarps * kTokenGroups);
     const uint32_t group = of_warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + of_warp % kWarps;
-    write(unit / p.token_tiles * Form::kGroups + group,
+    write<T, Operand>(p.output, p.tokens, unit / p.token_tiles * Form::kGroups + group,
           unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
   }
 

@@ -149,6 +149,11 @@ __device__ __forceinline__ uint64_t operand_in_shared(SharedPlace place, uint32_
   return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{next_rows >> 4} << 16 |
          uint64_t{next_columns >> 4} << 32;
 }
+// The same for rows of 128 bytes whose pieces of 16 are swizzled (piece p of row r at place p ^ r % 8), as a box
+// of a map with that swizzle has them; `place` is a multiple of 1024 and up to 96 more.
+__device__ __forceinline__ uint64_t swizzled_in_shared(SharedPlace place) {
+  return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -164,8 +169,9 @@ __device__ __forceinline__ void wait_for_products() {
   ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NIBBLE_NAMES_32 NIBBLE_NAMES_16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NIBBLE_NAMES_64 NIBBLE_NAMES_32 \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+#define NIBBLE_NAMES_48 NIBBLE_NAMES_32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NIBBLE_NAMES_64 NIBBLE_NAMES_48 \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NIBBLE_NAMES_128 NIBBLE_NAMES_64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -177,6 +183,7 @@ __device__ __forceinline__ void wait_for_products() {
   "+f"(sum[i + 4]), "+f"(sum[i + 5]), "+f"(sum[i + 6]), "+f"(sum[i + 7])
 #define NIBBLE_SUMS_16(i) NIBBLE_SUMS_8(i), NIBBLE_SUMS_8(i + 8)
 #define NIBBLE_SUMS_32(i) NIBBLE_SUMS_16(i), NIBBLE_SUMS_16(i + 16)
+#define NIBBLE_SUMS_48(i) NIBBLE_SUMS_32(i), NIBBLE_SUMS_16(i + 32)
 #define NIBBLE_SUMS_64(i) NIBBLE_SUMS_32(i), NIBBLE_SUMS_32(i + 32)
 #define NIBBLE_SUMS_128(i) NIBBLE_SUMS_64(i), NIBBLE_SUMS_64(i + 64)
 #define NIBBLE_PRODUCT(columns, registers, type, a0, a1, a2, a3, place)                                     \
@@ -200,10 +207,27 @@ __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], co
   NIBBLE_PRODUCT_OF(16, 8, 8, 9, 10, 11, 12)
   NIBBLE_PRODUCT_OF(32, 16, 16, 17, 18, 19, 20)
   NIBBLE_PRODUCT_OF(64, 32, 32, 33, 34, 35, 36)
+  NIBBLE_PRODUCT_OF(96, 48, 48, 49, 50, 51, 52)
   NIBBLE_PRODUCT_OF(128, 64, 64, 65, 66, 67, 68)
   NIBBLE_PRODUCT_OF(256, 128, 128, 129, 130, 131, 132)
 }
 #undef NIBBLE_PRODUCT_OF
+#undef NIBBLE_PRODUCT
+
+// The same with a [64, 16] in shared memory, too; 256 columns.
+#define NIBBLE_PRODUCT(type)                                                                            \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" NIBBLE_NAMES_128      \
+               "}, %128, %129, 1, 1, 1, 0, 0;"                                                         \
+               : NIBBLE_SUMS_128(0)                                                                    \
+               : "l"(a), "l"(b))
+template <bool Bfloat>
+__device__ __forceinline__ void multiply_shared(float (&sum)[128], uint64_t a, uint64_t b) {
+  if constexpr (Bfloat) {
+    NIBBLE_PRODUCT("bf16");
+  } else {
+    NIBBLE_PRODUCT("f16");
+  }
+}
 #undef NIBBLE_PRODUCT
 #undef NIBBLE_SUMS_8
 #undef NIBBLE_NAMES_8
@@ -211,6 +235,8 @@ __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], co
 #undef NIBBLE_NAMES_16
 #undef NIBBLE_SUMS_32
 #undef NIBBLE_NAMES_32
+#undef NIBBLE_SUMS_48
+#undef NIBBLE_NAMES_48
 #undef NIBBLE_SUMS_64
 #undef NIBBLE_NAMES_64
 #undef NIBBLE_SUMS_128
