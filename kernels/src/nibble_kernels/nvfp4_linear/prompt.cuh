@@ -15,6 +15,7 @@ struct PromptProblem {
 
 struct PromptForm {
   static constexpr uint32_t kTokens = 256, kRows = 128, kGroups = kRows / 16;
+  static constexpr uint32_t kRanks = 2;  // of a cluster: with other rows of the weight and the same tokens
   static constexpr uint32_t kHalves = 2;  // of a chunk: 64 columns, 128 bytes of a row
   static constexpr uint32_t kConsumerWarps = 2 * kWarps, kDecodingWarps = kWarps;
   static constexpr uint32_t kThreads = (kConsumerWarps + kDecodingWarps) * kLanes;
@@ -48,7 +49,10 @@ struct PromptMultiplier {
   const PromptProblem& p;
   const SharedPlace shared;  // a multiple of 1024
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const uint32_t units = p.row_blocks * p.token_tiles;
+  const uint32_t rank = instruction::cluster_rank();
+  // Of a cluster: kRanks blocks of rows by a tile of tokens.
+  const uint32_t units = p.row_blocks * p.token_tiles, clusters = gridDim.x / Form::kRanks;
+  const uint32_t first_unit = blockIdx.x / Form::kRanks;
 
   __device__ __forceinline__ SharedPlace weight(uint32_t i) const { return shared + i * Form::kWeightBytes; }
   __device__ __forceinline__ SharedPlace x(uint32_t i) const {
@@ -78,10 +82,10 @@ struct PromptMultiplier {
       for (uint32_t i = 0; i < Form::kPackedStages; ++i) init(packed_full(i), 1, Form::kDecodingWarps);
       for (uint32_t i = 0; i < Form::kWeightStages; ++i)
         init(weight_full(i), Form::kDecodingWarps, Form::kConsumerWarps);
-      for (uint32_t i = 0; i < Form::kXStages; ++i) init(x_full(i), 1, Form::kConsumerWarps);
+      for (uint32_t i = 0; i < Form::kXStages; ++i) init(x_full(i), 1, Form::kRanks * Form::kConsumerWarps);
       instruction::publish_barriers();
     }
-    __syncthreads();
+    instruction::cluster_barrier();
   }
 
   // A block's chunks in order.
@@ -91,24 +95,32 @@ struct PromptMultiplier {
   __device__ __forceinline__ void advance(Place& place) const {
     if (++place.chunk == p.chunks) {
       place.chunk = 0;
-      place.unit += gridDim.x;
+      place.unit += clusters;
     }
   }
 
+  __device__ __forceinline__ uint32_t first_group_of(uint32_t unit) const {
+    return (unit / p.token_tiles * Form::kRanks + rank) * Form::kGroups;
+  }
+
   __device__ __forceinline__ void fetch_packed(const Place& at, const Turn<Form::kPackedStages>& turn) const {
-    const uint32_t first_group = at.unit / p.token_tiles * Form::kGroups;
+    const uint32_t first_group = first_group_of(at.unit);
     const SharedPlace full = packed_full(turn.stage), to = packed(turn.stage);
     instruction::wait_for_phase(empty(full), turn.parity ^ 1);
     instruction::arrive_expecting(full, Form::kPackedBytes);
     instruction::copy_box(to, p.codes, at.chunk * (kCodeBytes / 4), first_group, full);
     instruction::copy_box(to + Form::kGroups * kCodeBytes, p.scales, at.chunk * (kScaleBytes / 4), first_group, full);
   }
+  // Each block fetches its share of the tokens for all of them.
   __device__ __forceinline__ void fetch_x(const Place& at, uint32_t half, const Turn<Form::kXStages>& turn) const {
     const SharedPlace full = x_full(turn.stage);
     instruction::wait_for_phase(empty(full), turn.parity ^ 1);
     instruction::arrive_expecting(full, Form::kXBytes);
-    instruction::copy_box(x(turn.stage), p.x, at.chunk * kChunk + half * (kChunk / 2),
-                          at.unit % p.token_tiles * Form::kTokens, full);
+    constexpr uint32_t kShare = Form::kTokens / Form::kRanks;
+    instruction::copy_box_to_ranks(x(turn.stage) + rank * (Form::kXBytes / Form::kRanks), p.x,
+                                   at.chunk * kChunk + half * (kChunk / 2),
+                                   at.unit % p.token_tiles * Form::kTokens + rank * kShare, full,
+                                   (1u << Form::kRanks) - 1);
   }
 
   // Four warps, each for a group of either consumer. A lane's 32 columns are half of the row's 128 bytes. One
@@ -119,7 +131,7 @@ struct PromptMultiplier {
     Turn<Form::kPackedStages> packed_turn, ahead_turn;
     Turn<Form::kWeightStages> turn;
     Turn<Form::kXStages> x_turn;
-    Place at{blockIdx.x}, ahead = at;
+    Place at{first_unit}, ahead = at;
     const auto fetch_ahead = [&] {
       if (ahead.unit >= units) return;
       if (fetches) fetch_packed(ahead, ahead_turn);
@@ -178,7 +190,7 @@ struct PromptMultiplier {
     const uint32_t warpgroup = warp / kWarps;
     Turn<Form::kWeightStages> turn;
     Turn<Form::kXStages> x_turn;
-    for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    for (uint32_t unit = first_unit; unit < units; unit += clusters) {
       float sums[Form::kTokens / 2] = {};
       SharedPlace x_before = 0, weight_before = 0;  // whose products may run
       for (uint32_t chunk = 0; chunk < p.chunks; ++chunk) {
@@ -195,10 +207,8 @@ struct PromptMultiplier {
             instruction::multiply_shared<kBfloat>(sums, a + step * 2, b + step * 2);
           instruction::end_products();
           instruction::wait_for_products<1>();
-          if (lane == 0) {
-            if (x_before) instruction::arrive(empty(x_before));
-            if (half == 0 && weight_before) instruction::arrive(empty(weight_before));
-          }
+          if (x_before) leave_x(x_before);
+          if (lane == 0 && half == 0 && weight_before) instruction::arrive(empty(weight_before));
           x_before = x_full(x_turn.stage);
           x_turn.next();
         }
@@ -206,17 +216,19 @@ struct PromptMultiplier {
         turn.next();
       }
       instruction::wait_for_products<0>();
-      if (lane == 0) {
-        instruction::arrive(empty(x_before));
-        instruction::arrive(empty(weight_before));
-      }
-      const uint32_t group = unit / p.token_tiles * Form::kGroups + warp, first = unit % p.token_tiles * Form::kTokens;
+      leave_x(x_before);
+      if (lane == 0) instruction::arrive(empty(weight_before));
+      const uint32_t group = first_group_of(unit) + warp, first = unit % p.token_tiles * Form::kTokens;
 #pragma unroll
       for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i) {
         write<T, Operand>(p.output, p.tokens, group, first + i * kTokenGroup,
                           make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
       }
     }
+  }
+
+  __device__ __forceinline__ void leave_x(SharedPlace full) const {
+    if (lane < Form::kRanks) instruction::leave_at_rank(empty(full), lane);
   }
 
   __device__ __forceinline__ void run() const {
@@ -227,6 +239,7 @@ struct PromptMultiplier {
     } else {
       decode();
     }
+    instruction::cluster_barrier();  // others may still write to this block's shared memory
   }
 };
 

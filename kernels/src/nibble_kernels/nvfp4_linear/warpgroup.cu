@@ -104,7 +104,7 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
 CUtensorMap map_of_x(const void* data, uint32_t tokens, uint32_t columns) {
   CUtensorMap map{};
   const cuuint64_t sizes[] = {columns, tokens}, bytes[] = {uint64_t{columns} * 2};
-  const cuuint32_t box[] = {kChunk / 2, PromptForm::kTokens}, steps[] = {1, 1};
+  const cuuint32_t box[] = {kChunk / 2, PromptForm::kTokens / PromptForm::kRanks}, steps[] = {1, 1};
   const CUresult result =
       encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, bytes, box, steps,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -160,10 +160,11 @@ void multiply_prompt_with(Run& run) {
   prompt.tokens = p.tokens;
   prompt.chunks = p.chunks;
   prompt.groups = p.groups;
-  prompt.row_blocks = quotient_up(p.groups, Form::kGroups);
+  prompt.row_blocks = quotient_up(p.groups, Form::kGroups * Form::kRanks);
   prompt.token_tiles = quotient_up(p.tokens, Form::kTokens);
-  Launch launch(std::min(prompt.row_blocks * prompt.token_tiles, run.device.multiprocessors), 1, Form::kThreads,
-                Form::kSharedBytes, run.stream);
+  const uint32_t clusters =
+      std::min(prompt.row_blocks * prompt.token_tiles, run.device.multiprocessors / Form::kRanks);
+  Launch launch(clusters * Form::kRanks, Form::kRanks, Form::kThreads, Form::kSharedBytes, run.stream);
   launch(multiply_prompt<T, Operand>, prompt);
 }
 

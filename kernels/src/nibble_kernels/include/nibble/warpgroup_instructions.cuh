@@ -43,6 +43,17 @@ __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t ran
       "r"(rank)
       : "memory");
 }
+// The same without a promise about this thread's writes.
+__device__ __forceinline__ void leave_at_rank(SharedPlace barrier, uint32_t rank) {
+  asm volatile(
+      "{\n\t"
+      ".reg .u32 place;\n\t"
+      "mapa.shared::cluster.u32 place, %0, %1;\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [place];\n\t"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 // Until the phase of this parity is over. Of_cluster: what threads of other blocks wrote before they arrived is
 // visible then, too; that empties the first cache.
 template <bool Of_cluster = false>
@@ -83,6 +94,15 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
       "[%4];" ::"r"(to),
       "l"(&map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+// To the same place of every block of a cluster in `ranks`, a bit for each, and their barriers.
+__device__ __forceinline__ void copy_box_to_ranks(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y,
+                                                  SharedPlace barrier, uint32_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
       : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
