@@ -3,7 +3,6 @@
 #include <mutex>
 
 #include "nibble/decode_launch.h"
-#include "nvfp4_linear/prompt.cuh"
 #include "nvfp4_linear/warpgroup.cuh"
 
 namespace nibble::warpgroup {
@@ -41,15 +40,6 @@ __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_const
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
   Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
-#endif
-}
-
-template <class T, class Operand>
-__global__ void __launch_bounds__(PromptForm::kThreads, 1)
-    multiply_prompt(const __grid_constant__ PromptProblem problem) {
-#if NIBBLE_HAS_WARPGROUP_PRODUCTS
-  extern __shared__ __align__(1024) uint8_t prompt_shared[];
-  PromptMultiplier<T, Operand>{problem, instruction::shared_place(prompt_shared)}.run();
 #endif
 }
 
@@ -100,128 +90,129 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
   return map;
 }
 
-// Boxes of 64 columns, 128 bytes, by the prompt kernel's tokens, swizzled.
-CUtensorMap map_of_x(const void* data, uint32_t tokens, uint32_t columns) {
-  CUtensorMap map{};
-  const cuuint64_t sizes[] = {columns, tokens}, bytes[] = {uint64_t{columns} * 2};
-  const cuuint32_t box[] = {kChunk / 2, PromptForm::kTokens / PromptForm::kRanks}, steps[] = {1, 1};
-  const CUresult result =
-      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, bytes, box, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: ", static_cast<int>(result));
-  return map;
-}
-
 struct Run {
   Problem problem;
   const void *codes, *scales;
   const Tensor& x;
   const Device& device;
-  uint32_t ranks;  // of a cluster, or 0
+  const std::vector<int64_t>& division;
   cudaStream_t stream;
 };
 
 template <class T, class Operand, class Form>
-void multiply_with(Run& run, uint32_t clusters) {
+void multiply_with(Run& run, uint32_t clusters, uint32_t ranks) {
   Problem& p = run.problem;
+  p.ranks = ranks;
   p.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
-  std::optional<Tensor> work;
-  if (Form::kOrders) {
-    p.x = static_cast<const uint4*>(run.x.const_data_ptr());
-  } else {
-    const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
-    const int64_t part_bytes = Form::kRanges ? int64_t{clusters} * Form::kSlots * Form::kSlotBytes : 0;
-    const uint32_t flag_count = Form::kRanges ? clusters * Form::kConsumerWarps : 0;
-    work = torch::stable::new_empty(run.x, {(x_bytes + part_bytes + flag_count * 4) / 2}, run.x.scalar_type());
-    uint8_t* const at = static_cast<uint8_t*>(work->mutable_data_ptr());
-    p.x = reinterpret_cast<const uint4*>(at);
-    p.parts = reinterpret_cast<float4*>(at + x_bytes);
-    p.flags = reinterpret_cast<uint32_t*>(at + x_bytes + part_bytes);
-    const uint32_t order_units = p.token_tiles * (Form::kTokens / kTokenGroup) * p.chunks;
-    Launch order(quotient_up(order_units, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
-    order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()), reinterpret_cast<uint4*>(at),
-          p.tokens, p.columns, p.chunks, p.flags, flag_count);
-  }
-  Launch launch(clusters * p.ranks, p.ranks, Form::kThreads, Form::shared_bytes(p.ranks), run.stream);
+  const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
+  const int64_t part_bytes = Form::kRanges ? int64_t{clusters} * Form::kSlots * Form::kSlotBytes : 0;
+  const uint32_t flags = Form::kRanges ? clusters * Form::kConsumerWarps : 0;
+  const Tensor work =
+      torch::stable::new_empty(run.x, {(x_bytes + part_bytes + flags * 4) / 2}, run.x.scalar_type());
+  uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
+  p.x = reinterpret_cast<const uint4*>(begin);
+  p.parts = reinterpret_cast<float4*>(begin + x_bytes);
+  p.flags = reinterpret_cast<uint32_t*>(begin + x_bytes + part_bytes);
+  const uint32_t warps = p.token_tiles * (Form::kTokens / kTokenGroup) * p.chunks;
+  Launch order(quotient_up(warps, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
+  order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()), reinterpret_cast<uint4*>(begin),
+        p.tokens, p.columns, p.chunks, p.flags, flags);
+  Launch launch(clusters * ranks, ranks, Form::kThreads, Form::shared_bytes(ranks), run.stream);
   launch(multiply<T, Operand, Form>, p);
 }
 
-template <class T, class Operand>
-void multiply_prompt_with(Run& run) {
-  using Form = PromptForm;
-  const Problem& p = run.problem;
-  PromptProblem prompt{};
-  prompt.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
-  prompt.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
-  prompt.x = map_of_x(run.x.const_data_ptr(), p.tokens, p.columns);
-  prompt.output = p.output;
-  prompt.tokens = p.tokens;
-  prompt.chunks = p.chunks;
-  prompt.groups = p.groups;
-  prompt.row_blocks = quotient_up(p.groups, Form::kGroups * Form::kRanks);
-  prompt.token_tiles = quotient_up(p.tokens, Form::kTokens);
-  const uint32_t clusters =
-      std::min(prompt.row_blocks * prompt.token_tiles, run.device.multiprocessors / Form::kRanks);
-  Launch launch(clusters * Form::kRanks, Form::kRanks, Form::kThreads, Form::kSharedBytes, run.stream);
-  launch(multiply_prompt<T, Operand>, prompt);
-}
-
-// A form for each way to share the work.
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, uint32_t Pieces = 1>
-struct Forms {
-  using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units, false, Pieces>;
-  using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters, false, Pieces>;
-  using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges, false, Pieces>;
+struct Division {
+  Sharing sharing;
+  uint32_t clusters, ranks;
+  float cost;  // microseconds until the last block is through, without what all divisions have in common
 };
 
+// kStageCost: microseconds that a block takes for a chunk of a unit, on an H200.
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages>
+struct Forms {
+  using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units>;
+  using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters>;
+  using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges>;
+  static constexpr float kStageCost = Tokens <= 32 ? 0.63f : Tokens <= 64 ? 0.85f : Strips == 1 ? 0.91f : 1.63f;
+  static constexpr bool kHasClusters = Clusters::shared_bytes(8) <= 227 * 1024;
+};
+
+template <class Forms>
+void set_units(Problem& p) {
+  p.row_blocks = quotient_up(p.groups, Forms::Units::kGroups);
+  p.token_tiles = quotient_up(p.tokens, Forms::Units::kTokens);
+}
+
+// Fitted to every division's time for six products on an H200: docs/kernels/nvfp4_linear.md. It decides the order
+// of additions. `Run.division` limits the choice.
 template <class T, class Operand, class Forms>
-void multiply_all(Run& run) {
-  using Units = typename Forms::Units;
-  using Clusters = typename Forms::Clusters;
-  using Ranges = typename Forms::Ranges;
+Division division_of(Run& run) {
   Problem& p = run.problem;
-  p.row_blocks = quotient_up(p.groups, Units::kGroups);
-  p.token_tiles = quotient_up(p.tokens, Units::kTokens);
-  p.ranks = 1;
+  set_units<Forms>(p);
   const uint32_t units = p.row_blocks * p.token_tiles, all = units * p.chunks;
   const uint32_t blocks = std::min(run.device.multiprocessors, all);
-  if (run.ranks == 100) return multiply_with<T, Operand, Ranges>(run, blocks);
-  if (run.ranks == 1) return multiply_with<T, Operand, Units>(run, std::min(units, blocks));
-  // Stages until the last block is through.
-  float best = static_cast<float>(quotient_up(units, blocks) * p.chunks);
-  uint32_t clusters = 0;
-  if constexpr (Clusters::shared_bytes(2) <= 227 * 1024) {
+  const auto is_allowed = [&](Sharing sharing, int64_t ranks) {
+    return run.division.empty() || (run.division[1] == static_cast<int64_t>(sharing) && run.division[2] == ranks);
+  };
+  std::optional<Division> best;
+  const auto consider = [&](Sharing sharing, uint32_t clusters, uint32_t ranks, float chunks) {
+    const float cost = chunks * Forms::kStageCost;
+    if (is_allowed(sharing, ranks) && (!best || cost < best->cost)) best = Division{sharing, clusters, ranks, cost};
+  };
+  consider(Sharing::units, std::min(units, blocks), 1,
+           static_cast<float>(quotient_up(units, run.device.multiprocessors) * p.chunks));
+  if constexpr (Forms::kHasClusters) {
     for (uint32_t ranks = 2; ranks <= 8 && ranks <= p.chunks; ++ranks) {
-      if (run.ranks != 0 && ranks != run.ranks) continue;
-      if (Clusters::shared_bytes(ranks) > run.device.shared_bytes) continue;
-      const uint32_t at_a_time = clusters_at_a_time<T, Operand, Clusters>(ranks, run.device);
-      if (at_a_time == 0) continue;
-      const float cost = static_cast<float>(quotient_up(units, at_a_time) * (quotient_up(p.chunks, ranks) + 1));
-      if (cost < best || run.ranks != 0) {
-        best = cost;
-        clusters = std::min(at_a_time, units);
-        p.ranks = ranks;
-      }
+      const uint32_t clusters = clusters_at_a_time<T, Operand, typename Forms::Clusters>(ranks, run.device);
+      if (clusters == 0) continue;
+      consider(Sharing::clusters, std::min(clusters, units), ranks,
+               static_cast<float>(quotient_up(units, clusters) * (quotient_up(p.chunks, ranks) + 1)));
     }
   }
-  const float of_ranges = static_cast<float>(quotient_up(all, blocks)) + 4.0f * quotient_up(blocks, units);
-  if (run.ranks == 0 && of_ranges < best) {
-    p.ranks = 1;
-    return multiply_with<T, Operand, Ranges>(run, blocks);
+  // Each block writes a part and adds those of the others to its own.
+  consider(Sharing::ranges, blocks, 1,
+           static_cast<float>(quotient_up(all, blocks)) + 4.0f * quotient_up(blocks, units));
+  require(best.has_value(), "no such division of ", p.chunks, " chunks here");
+  return *best;
+}
+
+template <class T, class Operand, class Forms>
+void multiply_as(Run& run, const Division& division) {
+  set_units<Forms>(run.problem);
+  if (division.sharing == Sharing::units)
+    return multiply_with<T, Operand, typename Forms::Units>(run, division.clusters, 1);
+  if constexpr (Forms::kHasClusters) {
+    if (division.sharing == Sharing::clusters)
+      return multiply_with<T, Operand, typename Forms::Clusters>(run, division.clusters, division.ranks);
   }
-  if constexpr (Clusters::shared_bytes(2) <= 227 * 1024) {
-    if (clusters != 0) return multiply_with<T, Operand, Clusters>(run, clusters);
-  }
-  multiply_with<T, Operand, Units>(run, std::min(units, blocks));
+  multiply_with<T, Operand, typename Forms::Ranges>(run, division.clusters, 1);
+}
+
+template <class T, class Operand>
+void multiply_all(Run& run) {
+  using Few = Forms<32, 4, 1, 6>;
+  using Some = Forms<64, 4, 1, 4>;
+  using Many = Forms<128, 2, 1, 3>;
+  using Wide = Forms<128, 2, 2, 4>;
+  const auto multiply_in = [&](auto forms) {
+    using Chosen = typename decltype(forms)::type;
+    multiply_as<T, Operand, Chosen>(run, division_of<T, Operand, Chosen>(run));
+  };
+  const int64_t tokens = run.division.empty() ? run.problem.tokens : run.division[0];
+  if (tokens <= 32) return multiply_in(TypeOf<Few>());
+  if (tokens <= 64) return multiply_in(TypeOf<Some>());
+  if (tokens <= 128) return multiply_in(TypeOf<Many>());
+  if (!run.division.empty()) return multiply_in(TypeOf<Wide>());
+  const Division many = division_of<T, Operand, Many>(run), wide = division_of<T, Operand, Wide>(run);
+  if (many.cost <= wide.cost) return multiply_as<T, Operand, Many>(run, many);
+  multiply_as<T, Operand, Wide>(run, wide);
 }
 
 const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// `form`: tokens of a tile, or 0; `ranks` of a cluster, or 0: for measurements.
 Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                               bool native, double global_scale, const std::optional<Tensor>& column_scale,
                               const std::optional<Tensor>& bias, bool silu_mul,
@@ -244,36 +235,13 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   problem.tokens = static_cast<uint32_t>(x.numel() / checked.columns);
   problem.output.silu_mul = silu_mul;
   if (problem.tokens == 0) return out;
-  Run run{problem, checked.codes, checked.scales, x, device,
-          division.empty() ? 0u : static_cast<uint32_t>(division[1]), current_stream(x)};
-  const uint32_t tokens = division.empty() || division[0] == 0 ? problem.tokens : static_cast<uint32_t>(division[0]);
   require(native == (x.scalar_type() == ScalarType::Half), "expected codes prepared for the activations' type");
-  const auto run_as = [&](auto type, auto operand) {
-    using T = typename decltype(type)::type;
-    using Operand = typename decltype(operand)::type;
-    const int64_t variant = division.size() > 2 ? division[2] : 1;
-    if (variant == 2) {
-      if (tokens <= 16) return multiply_all<T, Operand, Forms<16, 2, 2, 8>>(run);
-      if (tokens <= 32) return multiply_all<T, Operand, Forms<32, 2, 2, 6>>(run);
-      if (tokens <= 64) return multiply_all<T, Operand, Forms<64, 2, 2, 4>>(run);
-    }
-    if (variant == 3) {
-      return multiply_all<T, Operand, Forms<96, 4, 1, 5>>(run);
-    }
-    if (tokens <= 16) return multiply_all<T, Operand, Forms<16, 4, 1, 8>>(run);
-    if (tokens <= 32) return multiply_all<T, Operand, Forms<32, 4, 1, 6>>(run);
-    if (tokens <= 64) return multiply_all<T, Operand, Forms<64, 4, 1, 4>>(run);
-    if (tokens <= 128) return multiply_all<T, Operand, Forms<128, 2, 1, 3>>(run);
-    if (tokens <= 4096) return multiply_all<T, Operand, Forms<128, 2, 2, 4>>(run);
-    multiply_prompt_with<T, Operand>(run);
-  };
-#ifndef DEV
+  Run run{problem, checked.codes, checked.scales, x, device, division, current_stream(x)};
   if (native) {
-    run_as(TypeOf<__half>(), TypeOf<HalfOperand>());
-    return out;
+    multiply_all<__half, HalfOperand>(run);
+  } else {
+    multiply_all<__nv_bfloat16, BfloatOperand>(run);
   }
-#endif
-  run_as(TypeOf<__nv_bfloat16>(), TypeOf<BfloatOperand>());
   return out;
 }
 

@@ -16,33 +16,30 @@ namespace nibble::warpgroup {
 
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
-  const uint4* x;  // [tiles of tokens, chunks, steps, 2, tokens of a tile]: order_x; or [tokens, columns]
+  const uint4* x;             // [tiles of tokens, chunks, steps, 2, tokens of a tile]: order_x
   Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
-  // Where blocks share all chunks of all units in equal ranges (ranks is 1 then): a block's part of the unit that
-  // it does not begin, [blocks, slots, 32], and whether it is there, [blocks, warps].
+  // Of equal ranges: a block's part of a unit that another began, [blocks, slots, 32], and whether it is there,
+  // [blocks, warps].
   float4* parts;
   uint32_t* flags;
 };
 
-// Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. Splits: whether blocks of a
-// cluster may share the columns. Orders: whether the block brings x into its order itself, instead of order_x.
+// A unit is a block's rows by a tile of tokens. Blocks have whole units; or those of a cluster share a unit's
+// columns; or all chunks of all units are divided into equal ranges, one for each block.
 enum class Sharing { units, clusters, ranges };
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares, bool Orders,
-          uint32_t PiecesAtOnce = 1, int Ablate = 0>
+
+// Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way.
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares>
 struct Form {
   static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
   static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
-  static constexpr bool kOrders = Orders;
-  static constexpr uint32_t kPiecesAtOnce = PiecesAtOnce;
-  static constexpr int kAblate = Ablate;
   static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
   static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
   // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
   static constexpr bool kMovesRegisters = Tokens * Strips > 128;
-  static constexpr uint32_t kFetchingWarps = kMovesRegisters ? kWarps : 1, kOrderingWarps = Orders ? kWarps : 0;
-  static constexpr uint32_t kThreads = (kConsumerWarps + kFetchingWarps + kOrderingWarps) * kLanes;
+  static constexpr uint32_t kThreads = (kConsumerWarps + (kMovesRegisters ? kWarps : 1)) * kLanes;
   static constexpr uint32_t kXBytes = Tokens * kChunk * 2;
   static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kStageBytes = kWeightBytes + kXBytes;
   static constexpr uint32_t kSums = Tokens / 2;                                       // of a thread and strip
@@ -85,7 +82,8 @@ struct Multiplier {
   const uint32_t units = p.row_blocks * p.token_tiles, clusters = gridDim.x / p.ranks;
   // The last blocks begin, so that whom a block waits for has begun before it.
   const uint32_t range = gridDim.x - 1 - blockIdx.x;
-  const uint32_t begin = rank * p.chunks / p.ranks, end = (rank + 1) * p.chunks / p.ranks;
+  const uint32_t begin = Form::kSplits ? rank * p.chunks / p.ranks : 0,
+                 end = Form::kSplits ? (rank + 1) * p.chunks / p.ranks : p.chunks;
 
   __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
   __device__ __forceinline__ SharedPlace barriers() const {
@@ -103,7 +101,7 @@ struct Multiplier {
       instruction::prefetch_map(p.codes);
       instruction::prefetch_map(p.scales);
       for (uint32_t i = 0; i < Form::kStages; ++i) {
-        instruction::init_barrier(full(i), 1 + Form::kOrderingWarps);
+        instruction::init_barrier(full(i), 1);
         instruction::init_barrier(empty(i), Form::kConsumerWarps);
       }
       instruction::init_barrier(parts_here(), p.ranks * Form::kConsumerWarps);
@@ -146,116 +144,55 @@ struct Multiplier {
       place.unit += Form::kRanges ? 1 : clusters;
     }
   }
-  // Until the stage's last use is over.
-  __device__ __forceinline__ void wait_until_empty(const Place& at) const {
-    instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
-  }
 
+  __device__ __forceinline__ uint32_t first_group_of(uint32_t unit) const {
+    return unit / p.token_tiles * Form::kGroups;
+  }
   __device__ __forceinline__ void fetch_weight(const Place& at) const {
-    const uint32_t first_group = at.unit / p.token_tiles * Form::kGroups;
-    instruction::arrive_expecting(full(at.stage), Form::kWeightBytes + (Form::kOrders ? 0 : Form::kXBytes));
+    const uint32_t first_group = first_group_of(at.unit);
+    instruction::arrive_expecting(full(at.stage), Form::kStageBytes);
     instruction::copy_box(stage(at.stage), p.codes, at.chunk * (kCodeBytes / 4), first_group, full(at.stage));
     instruction::copy_box(stage(at.stage) + Form::kGroups * kCodeBytes, p.scales, at.chunk * (kScaleBytes / 4),
                           first_group, full(at.stage));
   }
   __device__ __forceinline__ void fetch_x(const Place& at) const {
     const size_t tile = size_t{at.unit % p.token_tiles} * p.chunks + at.chunk;
-    instruction::copy_bulk(stage(at.stage) + Form::kWeightBytes, p.x + tile * (Form::kXBytes / 16),
-                           Form::kXBytes, full(at.stage));
+    instruction::copy_bulk(stage(at.stage) + Form::kWeightBytes, p.x + tile * (Form::kXBytes / 16), Form::kXBytes,
+                           full(at.stage));
   }
 
   // One thread.
   __device__ __forceinline__ void fetch() const {
     Place at = first();
-    if constexpr (!Form::kOrders) {  // weights do not depend on the previous kernel, x does
-      Place x_at = at;
-      for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) fetch_weight(at);
-      instruction::wait_for_previous_kernel();
-      for (uint32_t i = 0; i < Form::kStages && x_at.left != 0; ++i, advance(x_at)) fetch_x(x_at);
-    }
+    Place x_at = at;
+    for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) fetch_weight(at);
+    instruction::wait_for_previous_kernel();  // weights do not depend on it, x does
+    for (uint32_t i = 0; i < Form::kStages && x_at.left != 0; ++i, advance(x_at)) fetch_x(x_at);
     for (; at.left != 0; advance(at)) {
-      wait_until_empty(at);
+      instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);  // its last use is over
       fetch_weight(at);
-      if constexpr (!Form::kOrders) fetch_x(at);
+      fetch_x(at);
     }
-  }
-
-  // Four warps.
-  struct Ordered {
-    static constexpr uint32_t kEach = (Form::kTokens * kPieces + kWarps * kLanes - 1) / (kWarps * kLanes);
-    uint4 quarters[kEach][4];
-  };
-  __device__ __forceinline__ void order() const {
-    instruction::wait_for_previous_kernel();
-    constexpr uint32_t kAhead = Ordered::kEach == 1 ? 2 : 1;  // as many chunks as registers suffice for
-    Ordered x[kAhead];
-    Place at = first(), ahead = at;
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      load_x(ahead, x[i]);
-      if (ahead.left != 0) advance(ahead);
-    }
-    while (true) {
-#pragma unroll
-      for (uint32_t i = 0; i < kAhead; ++i) {
-        if (at.left == 0) return;
-        store_x(at, x[i]);
-        advance(at);
-        load_x(ahead, x[i]);
-        if (ahead.left != 0) advance(ahead);
-      }
-    }
-  }
-  static __device__ __forceinline__ uint32_t ordering_thread() {
-    return threadIdx.x - (Form::kConsumerWarps + Form::kFetchingWarps) * kLanes;
-  }
-  __device__ __forceinline__ void load_x(const Place& at, Ordered& x) const {
-    if (at.left == 0) return;
-#pragma unroll
-    for (uint32_t i = 0; i < Ordered::kEach; ++i) {
-      const uint32_t unit = ordering_thread() + i * kWarps * kLanes;
-      const uint32_t piece = unit / kTokenGroup % kPieces, token = unit / (kTokenGroup * kPieces) * kTokenGroup + lane % kTokenGroup;
-      if (token >= Form::kTokens) return;
-      load_quarters(p.x, at.unit % p.token_tiles * Form::kTokens + token, p.tokens, at.chunk, p.columns, piece,
-                    x.quarters[i]);
-    }
-  }
-  __device__ __forceinline__ void store_x(const Place& at, const Ordered& x) const {
-    wait_until_empty(at);
-#pragma unroll
-    for (uint32_t i = 0; i < Ordered::kEach; ++i) {
-      const uint32_t unit = ordering_thread() + i * kWarps * kLanes;
-      const uint32_t piece = unit / kTokenGroup % kPieces, token = unit / (kTokenGroup * kPieces) * kTokenGroup + lane % kTokenGroup;
-      if (token >= Form::kTokens) break;
-      const SharedPlace to =
-          stage(at.stage) + Form::kWeightBytes + (piece * 4 * Form::kTokens + token) * 16;
-#pragma unroll
-      for (uint32_t k = 0; k < 4; ++k)
-        instruction::store_shared(to + k * Form::kTokens * 16, ordered(x.quarters[i], k));
-    }
-    instruction::publish_to_products();
-    __syncwarp();
-    if (lane == 0) instruction::arrive(full(at.stage));
   }
 
   // Decodes a piece of a tile: two products' a, with the upper half's row and the lower half's.
   static __device__ __forceinline__ void decode_piece(uint32_t upper, uint32_t lower, uint32_t upper_scale,
-                                                      uint32_t lower_scale, uint32_t (&first)[4],
-                                                      uint32_t (&second)[4]) {
+                                                      uint32_t lower_scale, uint32_t (&a)[2][4]) {
     uint32_t u[4], l[4];
     Operand::decode(upper, u);
     Operand::decode(lower, l);
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      first[2 * i] = Operand::multiply(u[i], upper_scale);
-      first[2 * i + 1] = Operand::multiply(l[i], lower_scale);
-      second[2 * i] = Operand::multiply(u[2 + i], upper_scale);
-      second[2 * i + 1] = Operand::multiply(l[2 + i], lower_scale);
+      a[i][0] = Operand::multiply(u[2 * i], upper_scale);
+      a[i][1] = Operand::multiply(l[2 * i], lower_scale);
+      a[i][2] = Operand::multiply(u[2 * i + 1], upper_scale);
+      a[i][3] = Operand::multiply(l[2 * i + 1], lower_scale);
     }
   }
+
   // A chunk of this warpgroup's strips. Registers of a are written again when the products before the latest
   // have read them.
-  using Operands = uint32_t[2][2 * Form::kPiecesAtOnce][4];
+  using Operands = uint32_t[2][2][4];
   template <class F>
   __device__ __forceinline__ void multiply(SharedPlace own, Operands& a, Sums (&sums)[Form::kStrips],
                                            F&& after_previous) const {
@@ -271,24 +208,20 @@ struct Multiplier {
     const uint64_t x =
         instruction::operand_in_shared(own + Form::kWeightBytes, Form::kTokens * 16, kTokenGroup * 16);
 #pragma unroll
-    for (uint32_t first = 0; first < kPieces; first += Form::kPiecesAtOnce) {
+    for (uint32_t piece = 0; piece < kPieces; ++piece) {
 #pragma unroll
       for (uint32_t s = 0; s < Form::kStrips; ++s) {
-        const uint32_t i = first / Form::kPiecesAtOnce * Form::kStrips + s;
-        auto& now = a[i % 2];
+        const uint32_t i = piece * Form::kStrips + s;
+        uint32_t (&now)[2][4] = a[i % 2];
         instruction::wait_for_products<1>();
         if (i == 1) after_previous();
-#pragma unroll
-        for (uint32_t j = 0; j < Form::kPiecesAtOnce; ++j) {
-          const uint32_t piece = first + j;
-          decode_piece(word(tiles[s].upper, piece), word(tiles[s].lower, piece), scales[s][piece / 2],
-                       scales[s][2 + piece / 2], now[2 * j], now[2 * j + 1]);
-        }
+        decode_piece(word(tiles[s].upper, piece), word(tiles[s].lower, piece), scales[s][piece / 2],
+                     scales[s][2 + piece / 2], now);
         instruction::begin_products();
 #pragma unroll
-        for (uint32_t step = 0; step < 2 * Form::kPiecesAtOnce; ++step) {
+        for (uint32_t step = 0; step < 2; ++step) {
           instruction::multiply_warpgroup<std::is_same_v<typename Operand::Element, __nv_bfloat16>, Form::kTokens>(
-              sums[s], now[step], x + (2 * first + step) * (2 * Form::kTokens));
+              sums[s], now[step], x + (2 * piece + step) * (2 * Form::kTokens));
         }
         instruction::end_products();
       }
@@ -304,7 +237,7 @@ struct Multiplier {
     const uint32_t of_warp = slot % Form::kConsumerWarps, tokens = slot / Form::kConsumerWarps % kTokenGroups,
                    strip = slot / (Form::kConsumerWarps * kTokenGroups);
     const uint32_t group = of_warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + of_warp % kWarps;
-    write<T, Operand>(p.output, p.tokens, unit / p.token_tiles * Form::kGroups + group,
+    write<T, Operand>(p.output, p.tokens, first_group_of(unit) + group,
           unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
   }
 
@@ -425,9 +358,7 @@ struct Multiplier {
   __device__ __forceinline__ void run() const {
     start();
     instruction::let_next_kernel_start();
-    if (warp >= Form::kConsumerWarps + Form::kFetchingWarps) {
-      order();
-    } else if (warp >= Form::kConsumerWarps) {
+    if (warp >= Form::kConsumerWarps) {
       if constexpr (Form::kMovesRegisters) instruction::give_registers<40>();
       if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
       __syncwarp();

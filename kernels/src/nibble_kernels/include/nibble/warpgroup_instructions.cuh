@@ -87,6 +87,15 @@ __device__ __forceinline__ void copy_bulk(SharedPlace to, const void* from, uint
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// To the same place of every block of a cluster in `ranks`, a bit for each, and their barriers.
+__device__ __forceinline__ void copy_bulk_to_ranks(SharedPlace to, const void* from, uint32_t bytes,
+                                                   SharedPlace barrier, uint32_t ranks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
+      : "memory");
+}
 // A box of a map of two dimensions; x counts elements of a row, y rows. Zeros outside the map.
 __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y,
                                          SharedPlace barrier) {
@@ -94,15 +103,6 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
       "[%4];" ::"r"(to),
       "l"(&map), "r"(x), "r"(y), "r"(barrier)
-      : "memory");
-}
-// To the same place of every block of a cluster in `ranks`, a bit for each, and their barriers.
-__device__ __forceinline__ void copy_box_to_ranks(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y,
-                                                  SharedPlace barrier, uint32_t ranks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
       : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
@@ -169,11 +169,6 @@ __device__ __forceinline__ uint64_t operand_in_shared(SharedPlace place, uint32_
   return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{next_rows >> 4} << 16 |
          uint64_t{next_columns >> 4} << 32;
 }
-// The same for rows of 128 bytes whose pieces of 16 are swizzled (piece p of row r at place p ^ r % 8), as a box
-// of a map with that swizzle has them; `place` is a multiple of 1024 and up to 96 more.
-__device__ __forceinline__ uint64_t swizzled_in_shared(SharedPlace place) {
-  return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
-}
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -232,22 +227,6 @@ __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], co
   NIBBLE_PRODUCT_OF(256, 128, 128, 129, 130, 131, 132)
 }
 #undef NIBBLE_PRODUCT_OF
-#undef NIBBLE_PRODUCT
-
-// The same with a [64, 16] in shared memory, too; 256 columns.
-#define NIBBLE_PRODUCT(type)                                                                            \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" NIBBLE_NAMES_128      \
-               "}, %128, %129, 1, 1, 1, 0, 0;"                                                         \
-               : NIBBLE_SUMS_128(0)                                                                    \
-               : "l"(a), "l"(b))
-template <bool Bfloat>
-__device__ __forceinline__ void multiply_shared(float (&sum)[128], uint64_t a, uint64_t b) {
-  if constexpr (Bfloat) {
-    NIBBLE_PRODUCT("bf16");
-  } else {
-    NIBBLE_PRODUCT("f16");
-  }
-}
 #undef NIBBLE_PRODUCT
 #undef NIBBLE_SUMS_8
 #undef NIBBLE_NAMES_8
