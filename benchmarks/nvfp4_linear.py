@@ -1,4 +1,4 @@
-"""Speed of the decode kernel, compared with cuBLAS in BF16 and with vLLM's Marlin and Humming.
+"""Speed of nibble's products with NVFP4 weights beside cuBLAS in BF16, Marlin and Humming.
 
     python benchmarks/nvfp4_linear.py --out FILE [--shapes main|more|all] [--rows 1 2 4 ...]
         [--without-vllm] [--divisions]
@@ -24,7 +24,11 @@ from typing import Any
 
 import torch
 from machine import machine
-from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_dequantize_weight
+from nibble_kernels.nvfp4_linear.gpu import (
+    nvfp4_decode_linear,
+    nvfp4_dequantize_weight,
+    nvfp4_weight_linear,
+)
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
 from torch import Tensor
 
@@ -41,7 +45,7 @@ MAIN = [
 ]
 MORE = [(8192, 5120), (5120, 6144), (28672, 4096), (4096, 14336), (248320, 5120)]
 SHAPES = {"main": MAIN, "more": MORE, "all": MAIN + MORE}
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 GLOBAL_SCALE = 0.01
 ROUNDS = 15
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,7 +166,7 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
     weights = copies(shape)
     found: dict[str, list[Product]] = {
         "nibble": [
-            lambda x, weight=weight: nvfp4_decode_linear(x, weight, GLOBAL_SCALE)
+            lambda x, weight=weight: nvfp4_weight_linear(x, weight, GLOBAL_SCALE)
             for weight in weights
         ]
     }

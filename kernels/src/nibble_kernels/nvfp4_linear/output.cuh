@@ -38,7 +38,8 @@ __device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
 // A lane's part of a tile in shared memory.
 __device__ __forceinline__ Fragment load_tile(SharedPlace codes, SharedPlace scales) {
   const uint32_t lane = threadIdx.x % kLanes;
-  return {instruction::load_shared(codes + lane * 16), instruction::load_shared(codes + kCodeBytes / 2 + lane * 16),
+  return {instruction::load_shared(codes + lane * 16),
+          instruction::load_shared(codes + kCodeBytes / 2 + lane * 16),
           instruction::load_shared_word(scales + lane * 4)};
 }
 
@@ -53,8 +54,8 @@ __device__ __forceinline__ uint32_t pair_of(__half, float a, float b) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half, then of
-// the lower half's.
+// Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
+// then of the lower half's.
 template <class T, class Operand>
 __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
                                       const float4& sums) {
@@ -73,8 +74,10 @@ __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_
   };
   const float upper_factor = factor(upper), lower_factor = factor(upper + half), upper_bias = bias(upper),
               lower_bias = bias(upper + half);
-  const float y0 = finished(sums.x, upper_factor, upper_bias), y1 = finished(sums.y, upper_factor, upper_bias),
-              z0 = finished(sums.z, lower_factor, lower_bias), z1 = finished(sums.w, lower_factor, lower_bias);
+  const float y0 = finished(sums.x, upper_factor, upper_bias),
+              y1 = finished(sums.y, upper_factor, upper_bias),
+              z0 = finished(sums.z, lower_factor, lower_bias),
+              z1 = finished(sums.w, lower_factor, lower_bias);
   // Lanes then have two neighbouring rows of one token.
   const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
   const bool writes = token < tokens && row < half;

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kOrderWarps* kLanes)
             uint32_t flag_count) {
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < flag_count; i += gridDim.x * blockDim.x) flags[i] = 0;
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < flag_count; i += gridDim.x * blockDim.x)
+    flags[i] = 0;
   const uint32_t unit = blockIdx.x * kOrderWarps + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const uint32_t token_group = unit / chunks, chunk = unit - token_group * chunks;
   const uint32_t token = token_group * kTokenGroup + lane % kTokenGroup, piece = lane / kTokenGroup;
@@ -70,7 +71,8 @@ EncodeTiled encode_tiled() {
   static const EncodeTiled found = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                           &result));
     require(result == cudaDriverEntryPointSuccess, "the NVIDIA driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<EncodeTiled>(function);
   }();
@@ -83,8 +85,8 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
   const cuuint64_t sizes[] = {uint64_t{words} * chunks, rows}, bytes[] = {uint64_t{words} * chunks * 4};
   const cuuint32_t box[] = {words, box_rows}, steps[] = {1, 1};
   const CUresult result =
-      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 2, const_cast<void*>(data), sizes, bytes, box, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 2, const_cast<void*>(data), sizes, bytes, box,
+                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: ", static_cast<int>(result));
   return map;
@@ -116,8 +118,8 @@ void multiply_with(Run& run, uint32_t clusters, uint32_t ranks) {
   p.flags = reinterpret_cast<uint32_t*>(begin + x_bytes + part_bytes);
   const uint32_t warps = p.token_tiles * (Form::kTokens / kTokenGroup) * p.chunks;
   Launch order(quotient_up(warps, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
-  order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()), reinterpret_cast<uint4*>(begin),
-        p.tokens, p.columns, p.chunks, p.flags, flags);
+  order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()),
+        reinterpret_cast<uint4*>(begin), p.tokens, p.columns, p.chunks, p.flags, flags);
   Launch launch(clusters * ranks, ranks, Form::kThreads, Form::shared_bytes(ranks), run.stream);
   launch(multiply<T, Operand, Form>, p);
 }
@@ -134,7 +136,10 @@ struct Forms {
   using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units>;
   using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters>;
   using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges>;
-  static constexpr float kStageCost = Tokens <= 32 ? 0.63f : Tokens <= 64 ? 0.85f : Strips == 1 ? 0.91f : 1.63f;
+  static constexpr float kStageCost = Tokens <= 32   ? 0.63f
+                                      : Tokens <= 64 ? 0.85f
+                                      : Strips == 1  ? 0.91f
+                                                     : 1.63f;
   static constexpr bool kHasClusters = Clusters::shared_bytes(8) <= 227 * 1024;
 };
 
@@ -144,8 +149,8 @@ void set_units(Problem& p) {
   p.token_tiles = quotient_up(p.tokens, Forms::Units::kTokens);
 }
 
-// Fitted to every division's time for six products on an H200: docs/kernels/nvfp4_linear.md. It decides the order
-// of additions. `Run.division` limits the choice.
+// Fitted to every division's time for six products on an H200: docs/kernels/nvfp4_linear.md. It decides the
+// order of additions. `Run.division` limits the choice.
 template <class T, class Operand, class Forms>
 Division division_of(Run& run) {
   Problem& p = run.problem;
@@ -153,12 +158,14 @@ Division division_of(Run& run) {
   const uint32_t units = p.row_blocks * p.token_tiles, all = units * p.chunks;
   const uint32_t blocks = std::min(run.device.multiprocessors, all);
   const auto is_allowed = [&](Sharing sharing, int64_t ranks) {
-    return run.division.empty() || (run.division[1] == static_cast<int64_t>(sharing) && run.division[2] == ranks);
+    return run.division.empty() ||
+           (run.division[1] == static_cast<int64_t>(sharing) && run.division[2] == ranks);
   };
   std::optional<Division> best;
   const auto consider = [&](Sharing sharing, uint32_t clusters, uint32_t ranks, float chunks) {
     const float cost = chunks * Forms::kStageCost;
-    if (is_allowed(sharing, ranks) && (!best || cost < best->cost)) best = Division{sharing, clusters, ranks, cost};
+    if (is_allowed(sharing, ranks) && (!best || cost < best->cost))
+      best = Division{sharing, clusters, ranks, cost};
   };
   consider(Sharing::units, std::min(units, blocks), 1,
            static_cast<float>(quotient_up(units, run.device.multiprocessors) * p.chunks));
@@ -235,7 +242,8 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   problem.tokens = static_cast<uint32_t>(x.numel() / checked.columns);
   problem.output.silu_mul = silu_mul;
   if (problem.tokens == 0) return out;
-  require(native == (x.scalar_type() == ScalarType::Half), "expected codes prepared for the activations' type");
+  require(native == (x.scalar_type() == ScalarType::Half),
+          "expected codes prepared for the activations' type");
   Run run{problem, checked.codes, checked.scales, x, device, division, current_stream(x)};
   if (native) {
     multiply_all<__half, HalfOperand>(run);

@@ -1,9 +1,9 @@
-// Many rows of activations times an NVFP4 weight on SM90: the decode kernel's weight as the register operand of
-// a warpgroup's products. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
+// Many rows of activations times an NVFP4 weight on SM90: the decode kernel's weight as the register operand
+// of a warpgroup's products. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
 //
 // A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One warp fetches weights
-// and x in bulk; the others decode a quarter of a tile while the tensor cores multiply the one before. Blocks of
-// a cluster share the columns; their sums meet in shared memory, in the order of ranks.
+// and x in bulk; the others decode a quarter of a tile while the tensor cores multiply the one before. Blocks
+// of a cluster share the columns; their sums meet in shared memory, in the order of ranks.
 #pragma once
 
 #include <type_traits>
@@ -20,8 +20,8 @@ struct Problem {
   Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
-  // Of equal ranges: a block's part of a unit that another began, [blocks, slots, 32], and whether it is there,
-  // [blocks, warps].
+  // Of equal ranges: a block's part of a unit that another began, [blocks, slots, 32], and whether it is
+  // there, [blocks, warps].
   float4* parts;
   uint32_t* flags;
 };
@@ -90,7 +90,9 @@ struct Multiplier {
     return shared + Form::kStages * Form::kStageBytes;
   }
   __device__ __forceinline__ SharedPlace full(uint32_t i) const { return barriers() + i * 8; }
-  __device__ __forceinline__ SharedPlace empty(uint32_t i) const { return barriers() + (Form::kStages + i) * 8; }
+  __device__ __forceinline__ SharedPlace empty(uint32_t i) const {
+    return barriers() + (Form::kStages + i) * 8;
+  }
   // Of the parts that this block adds up: all have come; all have been read.
   __device__ __forceinline__ SharedPlace parts_here() const { return barriers() + 2 * Form::kStages * 8; }
   __device__ __forceinline__ SharedPlace parts_read() const { return parts_here() + 8; }
@@ -115,8 +117,8 @@ struct Multiplier {
     }
   }
 
-  // A block's chunks in order: equal ranges of all, or a rank's columns of every unit of its cluster. Bit i of
-  // `phases` is the parity of the phase in which stage i is filled.
+  // A block's chunks in order: equal ranges of all, or a rank's columns of every unit of its cluster. Bit i
+  // of `phases` is the parity of the phase in which stage i is filled.
   struct Place {
     uint32_t unit, chunk, left, stage = 0, phases = 0;
     __device__ __forceinline__ uint32_t parity() const { return phases >> stage & 1; }
@@ -152,13 +154,13 @@ struct Multiplier {
     const uint32_t first_group = first_group_of(at.unit);
     instruction::arrive_expecting(full(at.stage), Form::kStageBytes);
     instruction::copy_box(stage(at.stage), p.codes, at.chunk * (kCodeBytes / 4), first_group, full(at.stage));
-    instruction::copy_box(stage(at.stage) + Form::kGroups * kCodeBytes, p.scales, at.chunk * (kScaleBytes / 4),
-                          first_group, full(at.stage));
+    instruction::copy_box(stage(at.stage) + Form::kGroups * kCodeBytes, p.scales,
+                          at.chunk * (kScaleBytes / 4), first_group, full(at.stage));
   }
   __device__ __forceinline__ void fetch_x(const Place& at) const {
     const size_t tile = size_t{at.unit % p.token_tiles} * p.chunks + at.chunk;
-    instruction::copy_bulk(stage(at.stage) + Form::kWeightBytes, p.x + tile * (Form::kXBytes / 16), Form::kXBytes,
-                           full(at.stage));
+    instruction::copy_bulk(stage(at.stage) + Form::kWeightBytes, p.x + tile * (Form::kXBytes / 16),
+                           Form::kXBytes, full(at.stage));
   }
 
   // One thread.
@@ -220,8 +222,9 @@ struct Multiplier {
         instruction::begin_products();
 #pragma unroll
         for (uint32_t step = 0; step < 2; ++step) {
-          instruction::multiply_warpgroup<std::is_same_v<typename Operand::Element, __nv_bfloat16>, Form::kTokens>(
-              sums[s], now[step], x + (2 * piece + step) * (2 * Form::kTokens));
+          instruction::multiply_warpgroup<std::is_same_v<typename Operand::Element, __nv_bfloat16>,
+                                          Form::kTokens>(sums[s], now[step],
+                                                         x + (2 * piece + step) * (2 * Form::kTokens));
         }
         instruction::end_products();
       }
@@ -238,7 +241,7 @@ struct Multiplier {
                    strip = slot / (Form::kConsumerWarps * kTokenGroups);
     const uint32_t group = of_warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + of_warp % kWarps;
     write<T, Operand>(p.output, p.tokens, first_group_of(unit) + group,
-          unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
+                      unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
   }
 
   __device__ __forceinline__ void finish(uint32_t unit, const Sums (&sums)[Form::kStrips]) const {
@@ -250,8 +253,8 @@ struct Multiplier {
     }
   }
 
-  // Equal ranges. Who begins a unit adds the parts of those that go on with it, in their order. They had the unit
-  // first, so that nobody waits long.
+  // Equal ranges. Who begins a unit adds the parts of those that go on with it, in their order. They had the
+  // unit first, so that nobody waits long.
   __device__ __forceinline__ void leave_part(const Sums (&sums)[Form::kStrips]) const {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {

@@ -31,8 +31,8 @@ __device__ __forceinline__ void arrive_expecting(SharedPlace barrier, uint32_t b
 __device__ __forceinline__ void arrive(SharedPlace barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier of the same place in the block `rank` of the cluster. Who waits for its phase there sees what
-// this thread wrote.
+// At the barrier of the same place in the block `rank` of the cluster. Who waits for its phase there sees
+// what this thread wrote.
 __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t rank) {
   asm volatile(
       "{\n\t"
@@ -43,19 +43,8 @@ __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t ran
       "r"(rank)
       : "memory");
 }
-// The same without a promise about this thread's writes.
-__device__ __forceinline__ void leave_at_rank(SharedPlace barrier, uint32_t rank) {
-  asm volatile(
-      "{\n\t"
-      ".reg .u32 place;\n\t"
-      "mapa.shared::cluster.u32 place, %0, %1;\n\t"
-      "mbarrier.arrive.shared::cluster.b64 _, [place];\n\t"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-// Until the phase of this parity is over. Of_cluster: what threads of other blocks wrote before they arrived is
-// visible then, too; that empties the first cache.
+// Until the phase of this parity is over. Of_cluster: what threads of other blocks wrote before they arrived
+// is visible then, too; that empties the first cache.
 template <bool Of_cluster = false>
 __device__ __forceinline__ void wait_for_phase(SharedPlace barrier, uint32_t parity) {
   if constexpr (Of_cluster) {
@@ -87,20 +76,12 @@ __device__ __forceinline__ void copy_bulk(SharedPlace to, const void* from, uint
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// To the same place of every block of a cluster in `ranks`, a bit for each, and their barriers.
-__device__ __forceinline__ void copy_bulk_to_ranks(SharedPlace to, const void* from, uint32_t bytes,
-                                                   SharedPlace barrier, uint32_t ranks) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
-      "%4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
-      : "memory");
-}
 // A box of a map of two dimensions; x counts elements of a row, y rows. Zeros outside the map.
 __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y,
                                          SharedPlace barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], "
       "[%4];" ::"r"(to),
       "l"(&map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
@@ -180,51 +161,46 @@ __device__ __forceinline__ void wait_for_products() {
 }
 
 #define NIBBLE_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define NIBBLE_NAMES_16 NIBBLE_NAMES_8 \
+#define NIBBLE_NAMES_16 \
+  NIBBLE_NAMES_8        \
   ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NIBBLE_NAMES_32 NIBBLE_NAMES_16 \
+#define NIBBLE_NAMES_32 \
+  NIBBLE_NAMES_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NIBBLE_NAMES_48 NIBBLE_NAMES_32 \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define NIBBLE_NAMES_64 NIBBLE_NAMES_48 \
+#define NIBBLE_NAMES_64                                                              \
+  NIBBLE_NAMES_32                                                                    \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NIBBLE_NAMES_128 NIBBLE_NAMES_64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define NIBBLE_SUMS_8(i) \
-  "+f"(sum[i + 0]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3]), \
-  "+f"(sum[i + 4]), "+f"(sum[i + 5]), "+f"(sum[i + 6]), "+f"(sum[i + 7])
+#define NIBBLE_SUMS_8(i)                                                                    \
+  "+f"(sum[i + 0]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3]), "+f"(sum[i + 4]), \
+      "+f"(sum[i + 5]), "+f"(sum[i + 6]), "+f"(sum[i + 7])
 #define NIBBLE_SUMS_16(i) NIBBLE_SUMS_8(i), NIBBLE_SUMS_8(i + 8)
 #define NIBBLE_SUMS_32(i) NIBBLE_SUMS_16(i), NIBBLE_SUMS_16(i + 16)
-#define NIBBLE_SUMS_48(i) NIBBLE_SUMS_32(i), NIBBLE_SUMS_16(i + 32)
 #define NIBBLE_SUMS_64(i) NIBBLE_SUMS_32(i), NIBBLE_SUMS_32(i + 32)
-#define NIBBLE_SUMS_128(i) NIBBLE_SUMS_64(i), NIBBLE_SUMS_64(i + 64)
-#define NIBBLE_PRODUCT(columns, registers, type, a0, a1, a2, a3, place)                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" NIBBLE_NAMES_##registers \
-               "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #place ", 1, 1, 1, 0;"                      \
-               : NIBBLE_SUMS_##registers(0)                                                                \
+#define NIBBLE_PRODUCT(columns, registers, type, a0, a1, a2, a3, place)                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                 \
+               " {" NIBBLE_NAMES_##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #place \
+                                             ", 1, 1, 1, 0;"                                         \
+               : NIBBLE_SUMS_##registers(0)                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define NIBBLE_PRODUCT_OF(columns, registers, a0, a1, a2, a3, place)               \
-  if constexpr (Columns == columns) {                                              \
-    if constexpr (Bfloat) {                                                        \
-      NIBBLE_PRODUCT(columns, registers, "bf16", a0, a1, a2, a3, place);           \
-    } else {                                                                       \
-      NIBBLE_PRODUCT(columns, registers, "f16", a0, a1, a2, a3, place);            \
-    }                                                                              \
+#define NIBBLE_PRODUCT_OF(columns, registers, a0, a1, a2, a3, place)     \
+  if constexpr (Columns == columns) {                                    \
+    if constexpr (Bfloat) {                                              \
+      NIBBLE_PRODUCT(columns, registers, "bf16", a0, a1, a2, a3, place); \
+    } else {                                                             \
+      NIBBLE_PRODUCT(columns, registers, "f16", a0, a1, a2, a3, place);  \
+    }                                                                    \
   }
 
-// sum += a b: a [64, 16] of the warpgroup in registers, a warp's 16 rows as m16n8k16 has them; b [16, Columns] in
-// shared memory. It runs on: the sum may be read after wait_for_products.
+// sum += a b: a [64, 16] of the warpgroup in registers, a warp's 16 rows as m16n8k16 has them; b [16,
+// Columns] in shared memory. It runs on: the sum may be read after wait_for_products.
 template <bool Bfloat, uint32_t Columns>
-__device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], const uint32_t (&a)[4], uint64_t b) {
-  NIBBLE_PRODUCT_OF(16, 8, 8, 9, 10, 11, 12)
+__device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], const uint32_t (&a)[4],
+                                                   uint64_t b) {
+  static_assert(Columns == 32 || Columns == 64 || Columns == 128);
   NIBBLE_PRODUCT_OF(32, 16, 16, 17, 18, 19, 20)
   NIBBLE_PRODUCT_OF(64, 32, 32, 33, 34, 35, 36)
-  NIBBLE_PRODUCT_OF(96, 48, 48, 49, 50, 51, 52)
   NIBBLE_PRODUCT_OF(128, 64, 64, 65, 66, 67, 68)
-  NIBBLE_PRODUCT_OF(256, 128, 128, 129, 130, 131, 132)
 }
 #undef NIBBLE_PRODUCT_OF
 #undef NIBBLE_PRODUCT
@@ -234,12 +210,8 @@ __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], co
 #undef NIBBLE_NAMES_16
 #undef NIBBLE_SUMS_32
 #undef NIBBLE_NAMES_32
-#undef NIBBLE_SUMS_48
-#undef NIBBLE_NAMES_48
 #undef NIBBLE_SUMS_64
 #undef NIBBLE_NAMES_64
-#undef NIBBLE_SUMS_128
-#undef NIBBLE_NAMES_128
 
 #endif
 }  // namespace nibble::instruction
