@@ -61,7 +61,6 @@ inline void arrive_expecting(SharedPlace barrier, uint32_t bytes) {
 }
 inline void arrive(SharedPlace barrier) { Barrier::at(barrier).arrive(); }
 inline void arrive_at_rank(SharedPlace barrier, uint32_t rank) { arrive(place_at_rank(barrier, rank)); }
-inline void leave_at_rank(SharedPlace barrier, uint32_t rank) { arrive_at_rank(barrier, rank); }
 template <bool Of_cluster = false>
 void wait_for_phase(SharedPlace barrier, uint32_t parity) {
   EmulatedLanes::wait_until([&] { return Barrier::at(barrier).parity != parity; });
@@ -84,12 +83,6 @@ void begin_copy(SharedPlace barrier, uint32_t bytes, F&& f) {
 }
 inline void copy_bulk(SharedPlace to, const void* from, uint32_t bytes, SharedPlace barrier) {
   begin_copy(barrier, bytes, [=] { std::memcpy(to, from, bytes); });
-}
-inline void copy_bulk_to_ranks(SharedPlace to, const void* from, uint32_t bytes, SharedPlace barrier,
-                               uint32_t ranks) {
-  for (uint32_t rank = 0; ranks >> rank; ++rank) {
-    if (ranks >> rank & 1) copy_bulk(place_at_rank(to, rank), from, bytes, place_at_rank(barrier, rank));
-  }
 }
 inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y, SharedPlace barrier) {
   begin_copy(barrier, map.box_columns * map.box_rows * 4, [=, map = map] {
