@@ -6,21 +6,17 @@
 #include "nibble/mma_operand.cuh"
 #include "nibble/warpgroup_instructions.cuh"
 #include "nvfp4_linear/ring.cuh"
+#include "nvfp4_linear/warpgroup_form.h"
 
 namespace nibble::warpgroup {
 
 using decode::Fragment;
-using decode::kChunk;
 using decode::kGroup;
-using decode::kLanes;
 using decode::kPieces;
-using decode::kTileBytes;
 using instruction::SharedPlace;
 
-constexpr uint32_t kWarps = 4;  // of a warpgroup
-constexpr uint32_t kTokenGroup = 8;
 constexpr uint32_t kSteps = kChunk / 16;  // products of a chunk
-constexpr uint32_t kCodeBytes = 1024, kScaleBytes = kTileBytes - kCodeBytes;
+static_assert(kChunk == decode::kChunk && kTileBytes == decode::kTileBytes);
 
 struct Output {
   const float* column_scale;

@@ -4,13 +4,13 @@
 
 #include "nibble/decode_launch.h"
 #include "nvfp4_linear/warpgroup.cuh"
+#include "nvfp4_linear/warpgroup_division.h"
 
 namespace nibble::warpgroup {
 namespace {
 
 using decode::Device;
 using decode::Launch;
-using decode::quotient_up;
 
 constexpr uint32_t kOrderWarps = 4;
 
@@ -124,69 +124,29 @@ void multiply_with(Run& run, uint32_t clusters, uint32_t ranks) {
   launch(multiply<T, Operand, Form>, p);
 }
 
-struct Division {
-  Sharing sharing;
-  uint32_t clusters, ranks;
-  float cost;  // microseconds until the last block is through, without what all divisions have in common
-};
-
-// kStageCost: microseconds that a block takes for a chunk of a unit, on an H200.
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages>
-struct Forms {
-  using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units>;
-  using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters>;
-  using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges>;
-  static constexpr float kStageCost = Tokens <= 32   ? 0.63f
-                                      : Tokens <= 64 ? 0.85f
-                                      : Strips == 1  ? 0.91f
-                                                     : 1.63f;
-  static constexpr bool kHasClusters = Clusters::shared_bytes(8) <= 227 * 1024;
-};
-
-template <class Forms>
-void set_units(Problem& p) {
-  p.row_blocks = quotient_up(p.groups, Forms::Units::kGroups);
-  p.token_tiles = quotient_up(p.tokens, Forms::Units::kTokens);
-}
-
-// Fitted to every division's time for six products on an H200: docs/kernels/nvfp4_linear.md. It decides the
-// order of additions. `Run.division` limits the choice.
+// The division for a form. Those that Run.division leaves, if it is not empty.
 template <class T, class Operand, class Forms>
-Division division_of(Run& run) {
-  Problem& p = run.problem;
-  set_units<Forms>(p);
-  const uint32_t units = p.row_blocks * p.token_tiles, all = units * p.chunks;
-  const uint32_t blocks = std::min(run.device.multiprocessors, all);
-  const auto is_allowed = [&](Sharing sharing, int64_t ranks) {
-    return run.division.empty() ||
-           (run.division[1] == static_cast<int64_t>(sharing) && run.division[2] == ranks);
-  };
-  std::optional<Division> best;
-  const auto consider = [&](Sharing sharing, uint32_t clusters, uint32_t ranks, float chunks) {
-    const float cost = chunks * Forms::kStageCost;
-    if (is_allowed(sharing, ranks) && (!best || cost < best->cost))
-      best = Division{sharing, clusters, ranks, cost};
-  };
-  consider(Sharing::units, std::min(units, blocks), 1,
-           static_cast<float>(quotient_up(units, run.device.multiprocessors) * p.chunks));
-  if constexpr (Forms::kHasClusters) {
-    for (uint32_t ranks = 2; ranks <= 8 && ranks <= p.chunks; ++ranks) {
-      const uint32_t clusters = clusters_at_a_time<T, Operand, typename Forms::Clusters>(ranks, run.device);
-      if (clusters == 0) continue;
-      consider(Sharing::clusters, std::min(clusters, units), ranks,
-               static_cast<float>(quotient_up(units, clusters) * (quotient_up(p.chunks, ranks) + 1)));
-    }
-  }
-  // Each block writes a part and adds those of the others to its own.
-  consider(Sharing::ranges, blocks, 1,
-           static_cast<float>(quotient_up(all, blocks)) + 4.0f * quotient_up(blocks, units));
+Division division_for(const Run& run) {
+  const Problem& p = run.problem;
+  const std::optional<Division> best = division_of<Forms>(
+      {p.tokens, p.groups, p.chunks}, run.device.multiprocessors,
+      [&](uint32_t ranks) {
+        return clusters_at_a_time<T, Operand, typename Forms::Clusters>(ranks, run.device);
+      },
+      [&](Sharing sharing, uint32_t ranks) {
+        return run.division.empty() || (run.division[1] == static_cast<int64_t>(sharing) &&
+                                        run.division[2] == static_cast<int64_t>(ranks));
+      });
   require(best.has_value(), "no such division of ", p.chunks, " chunks here");
   return *best;
 }
 
 template <class T, class Operand, class Forms>
 void multiply_as(Run& run, const Division& division) {
-  set_units<Forms>(run.problem);
+  Problem& p = run.problem;
+  const Shape shape{p.tokens, p.groups, p.chunks};
+  p.row_blocks = shape.row_blocks<Forms>();
+  p.token_tiles = shape.token_tiles<Forms>();
   if (division.sharing == Sharing::units)
     return multiply_with<T, Operand, typename Forms::Units>(run, division.clusters, 1);
   if constexpr (Forms::kHasClusters) {
@@ -198,20 +158,16 @@ void multiply_as(Run& run, const Division& division) {
 
 template <class T, class Operand>
 void multiply_all(Run& run) {
-  using Few = Forms<32, 4, 1, 6>;
-  using Some = Forms<64, 4, 1, 4>;
-  using Many = Forms<128, 2, 1, 3>;
-  using Wide = Forms<128, 2, 2, 4>;
   const auto multiply_in = [&](auto forms) {
     using Chosen = typename decltype(forms)::type;
-    multiply_as<T, Operand, Chosen>(run, division_of<T, Operand, Chosen>(run));
+    multiply_as<T, Operand, Chosen>(run, division_for<T, Operand, Chosen>(run));
   };
   const int64_t tokens = run.division.empty() ? run.problem.tokens : run.division[0];
   if (tokens <= 32) return multiply_in(TypeOf<Few>());
   if (tokens <= 64) return multiply_in(TypeOf<Some>());
   if (tokens <= 128) return multiply_in(TypeOf<Many>());
   if (!run.division.empty()) return multiply_in(TypeOf<Wide>());
-  const Division many = division_of<T, Operand, Many>(run), wide = division_of<T, Operand, Wide>(run);
+  const Division many = division_for<T, Operand, Many>(run), wide = division_for<T, Operand, Wide>(run);
   if (many.cost <= wide.cost) return multiply_as<T, Operand, Many>(run, many);
   multiply_as<T, Operand, Wide>(run, wide);
 }

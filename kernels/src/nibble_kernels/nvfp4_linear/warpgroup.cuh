@@ -11,6 +11,7 @@
 #include "nibble/mma_operand.cuh"
 #include "nibble/warpgroup_instructions.cuh"
 #include "nvfp4_linear/output.cuh"
+#include "nvfp4_linear/warpgroup_form.h"
 
 namespace nibble::warpgroup {
 
@@ -24,32 +25,6 @@ struct Problem {
   // there, [blocks, warps].
   float4* parts;
   uint32_t* flags;
-};
-
-// A unit is a block's rows by a tile of tokens. Blocks have whole units; or those of a cluster share a unit's
-// columns; or all chunks of all units are divided into equal ranges, one for each block.
-enum class Sharing { units, clusters, ranges };
-
-// Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way.
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares>
-struct Form {
-  static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
-  static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
-  static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
-  static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
-  // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
-  static constexpr bool kMovesRegisters = Tokens * Strips > 128;
-  static constexpr uint32_t kThreads = (kConsumerWarps + (kMovesRegisters ? kWarps : 1)) * kLanes;
-  static constexpr uint32_t kXBytes = Tokens * kChunk * 2;
-  static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kStageBytes = kWeightBytes + kXBytes;
-  static constexpr uint32_t kSums = Tokens / 2;                                       // of a thread and strip
-  static constexpr uint32_t kSlots = Strips * Tokens / kTokenGroup * kConsumerWarps;  // of 32 float4
-  static constexpr uint32_t kSlotBytes = kLanes * sizeof(float4);
-  static constexpr uint32_t kBarrierBytes = (2 * Stages + 2) * 8;
-  static constexpr uint32_t shared_bytes(uint32_t ranks) {
-    return kStages * kStageBytes + kBarrierBytes +
-           (ranks > 1 ? (kSlots + ranks - 1) / ranks * ranks * kSlotBytes : 0);
-  }
 };
 
 // A lane's part of bringing x [tokens, columns] into order: 8 columns of each quarter t of a chunk. Of a
