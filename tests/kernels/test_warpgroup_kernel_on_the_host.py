@@ -9,6 +9,7 @@ register that is written too early; immediate ones find what is read before it i
 from __future__ import annotations
 
 import ctypes
+import random
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -31,8 +32,8 @@ from tests.support.kernels.kernel_cases import (
 
 EMULATOR = Path(__file__).parent / "emulator"
 GLOBAL_SCALE = 1.23e-4
-FEW, SOME, MANY, WIDE = range(4)  # forms of warpgroup.cu: tiles of 32, 64, 128 and 128 tokens
-UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup.cuh
+FEW, SOME, MANY, WIDE = range(4)  # of warpgroup_division.h: tiles of 32, 64, 128 and 128 tokens
+UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup_form.h
 # Form, sharing, rows of x, N, K, clusters, thread blocks of each. Half a chunk at a row's end, more
 # chunks than stages, several units of a block, ranks of unequal length, ranges that begin and end
 # within a unit and three of one unit.
@@ -151,3 +152,38 @@ def test_a_row_does_not_depend_on_the_others_of_its_tile(
     for first, count in ((0, 17), (9, 23)):
         some = multiply(case, x[first : first + count].contiguous(), weight)
         assert_same_bits((some,), (everything[first : first + count],))
+
+
+def divided(
+    library: ctypes.CDLL, form: int, tokens: int, shape: tuple[int, int], multiprocessors: int
+) -> tuple[int, int, int]:
+    """Sharing, clusters and thread blocks of each that warpgroup_division.h chooses."""
+    chosen = (ctypes.c_uint32 * 3)()
+    library.divide_on_the_host(form, tokens, *shape, multiprocessors, chosen)
+    return chosen[0], chosen[1], chosen[2]
+
+
+def test_a_division_fits_the_device_and_depends_on_the_bucket_alone(library: ctypes.CDLL) -> None:
+    generator, seen = random.Random(0), set[int]()
+    for _ in range(300):
+        shape = 8 * generator.randrange(1, 4000), 16 * generator.randrange(1, 1100)
+        multiprocessors = generator.choice((132, 114, 78))
+        chunks = -(-shape[1] // 128)
+        for form, buckets in ((FEW, (1, 32)), (SOME, (33, 64)), (MANY, (65, 128)), (WIDE, (999,))):
+            found = {divided(library, form, one, shape, multiprocessors) for one in buckets}
+            assert len(found) == 1, (form, shape)
+            sharing, clusters, ranks = found.pop()
+            assert clusters >= 1 and clusters * ranks <= multiprocessors
+            assert 2 <= ranks <= min(8, chunks) if sharing == CLUSTERS else ranks == 1
+            seen.add(sharing)
+    assert seen == {UNITS, CLUSTERS, RANGES}
+
+
+@pytest.mark.parametrize("multiprocessors", [3, 5])
+def test_the_chosen_division_gives_the_sum(
+    library: ctypes.CDLL, multiply: Multiply, multiprocessors: int
+) -> None:
+    for form, tokens, rows, columns in ((FEW, 27, 264, 912), (MANY, 70, 136, 656)):
+        division = divided(library, form, tokens, (rows, columns), multiprocessors)
+        case = (form, division[0], tokens, rows, columns, *division[1:])
+        check_rounded_once(multiply, case, torch.bfloat16, late=True)

@@ -1,5 +1,6 @@
 // The warpgroup kernel's own source, run on the host: test_warpgroup_kernel_on_the_host.py.
 #include "nvfp4_linear/warpgroup.cuh"
+#include "nvfp4_linear/warpgroup_division.h"
 #include "run_cluster.h"
 
 using namespace nibble::warpgroup;
@@ -46,14 +47,23 @@ void run(Problem p, const uint4* x, const uint32_t* codes, const uint32_t* scale
   }
 }
 
-template <class T, class Operand, uint32_t... Sizes>
+template <class T, class Operand, class Forms>
 void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32_t* codes,
                  const uint32_t* scales, uint32_t clusters) {
   if (sharing == Sharing::units)
-    return run<T, Operand, Form<Sizes..., Sharing::units>>(p, x, codes, scales, clusters);
-  if (sharing == Sharing::clusters)
-    return run<T, Operand, Form<Sizes..., Sharing::clusters>>(p, x, codes, scales, clusters);
-  run<T, Operand, Form<Sizes..., Sharing::ranges>>(p, x, codes, scales, clusters);
+    return run<T, Operand, typename Forms::Units>(p, x, codes, scales, clusters);
+  if (sharing == Sharing::ranges)
+    return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
+  if constexpr (Forms::kHasClusters) run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);
+}
+
+// f(a form of warpgroup_division.h)
+template <class F>
+void with_forms(uint32_t number, F&& f) {
+  if (number == 0) return f(Few());
+  if (number == 1) return f(Some());
+  if (number == 2) return f(Many());
+  f(Wide());
 }
 
 }  // namespace
@@ -72,18 +82,27 @@ extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t 
   p.chunks = (columns + kChunk - 1) / kChunk;
   p.groups = (outputs / 2 + kGroup - 1) / kGroup;
   p.ranks = ranks;
-  const auto run_as = [&]<class T, class Operand, uint32_t... Sizes>() {
-    run_sharing<T, Operand, Sizes...>(static_cast<Sharing>(sharing), p, static_cast<const uint4*>(x),
-                                      static_cast<const uint32_t*>(codes),
-                                      static_cast<const uint32_t*>(scales), clusters);
-  };
-  // As in warpgroup.cu.
-  const auto run_form = [&]<class T, class Operand>() {
-    if (form == 0) return run_as.template operator()<T, Operand, 32, 4, 1, 6>();
-    if (form == 1) return run_as.template operator()<T, Operand, 64, 4, 1, 4>();
-    if (form == 2) return run_as.template operator()<T, Operand, 128, 2, 1, 3>();
-    run_as.template operator()<T, Operand, 128, 2, 2, 4>();
-  };
-  if (bfloat) return run_form.template operator()<__nv_bfloat16, nibble::BfloatOperand>();
-  run_form.template operator()<__half, nibble::HalfOperand>();
+  with_forms(form, [&]<class Forms>(Forms) {
+    const auto run_as = [&]<class T, class Operand>() {
+      run_sharing<T, Operand, Forms>(static_cast<Sharing>(sharing), p, static_cast<const uint4*>(x),
+                                     static_cast<const uint32_t*>(codes),
+                                     static_cast<const uint32_t*>(scales), clusters);
+    };
+    if (bfloat) return run_as.template operator()<__nv_bfloat16, nibble::BfloatOperand>();
+    run_as.template operator()<__half, nibble::HalfOperand>();
+  });
+}
+
+// Sharing, clusters and thread blocks of each, where the device runs as many blocks as it has multiprocessors.
+extern "C" void divide_on_the_host(uint32_t form, uint32_t tokens, uint32_t outputs, uint32_t columns,
+                                   uint32_t multiprocessors, uint32_t* chosen) {
+  const Shape shape{tokens, quotient_up(outputs / 2, kGroup), quotient_up(columns, kChunk)};
+  with_forms(form, [&]<class Forms>(Forms) {
+    const Division division = *division_of<Forms>(
+        shape, multiprocessors, [&](uint32_t ranks) { return multiprocessors / ranks; },
+        [](Sharing, uint32_t) { return true; });
+    chosen[0] = static_cast<uint32_t>(division.sharing);
+    chosen[1] = division.clusters;
+    chosen[2] = division.ranks;
+  });
 }
