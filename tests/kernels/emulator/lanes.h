@@ -21,8 +21,8 @@ struct EmulatedCluster;
 inline EmulatedBlock* emulated_block;
 inline EmulatedCluster* emulated_cluster;
 
-// Bulk copies are over a while after they begin, the latest first, and products when they are waited for. Or
-// both at once. A kernel must be right either way.
+// Bulk copies are over a while after they begin, the latest first, and products when they are waited for; some
+// warps pause. Or all goes on at once. A kernel must be right either way.
 inline bool emulated_is_late;
 inline std::vector<std::function<void()>> emulated_copies;
 
@@ -44,7 +44,8 @@ class EmulatedLanes {
       lane->context.uc_link = &main_;
       makecontext(&lane->context, [] { running_->begin(); }, 0);
     }
-    for (size_t left = lanes_.size(); left != 0;) {
+    uint32_t round = 0;
+    for (size_t left = lanes_.size(); left != 0; ++round) {
       bool is_stuck = true;
       if (!emulated_copies.empty()) {
         is_stuck = false;
@@ -53,10 +54,12 @@ class EmulatedLanes {
         copy();
       }
       for (size_t i = 0; i < lanes_.size(); ++i) {
-        Lane& lane = *lanes_[emulated_is_late ? lanes_.size() - 1 - i : i];
+        const size_t number = emulated_is_late ? lanes_.size() - 1 - i : i;
+        Lane& lane = *lanes_[number];
         if (lane.is_over || (lane.is_ready && !lane.is_ready())) continue;
-        lane.is_ready = nullptr;
         is_stuck = false;
+        if (emulated_is_late && pauses(number / 32, round)) continue;
+        lane.is_ready = nullptr;
         current_ = &lane;
         threadIdx = lane.thread;
         blockIdx = lane.block;
@@ -93,6 +96,11 @@ class EmulatedLanes {
     std::unique_ptr<char[]> stack = nullptr;
     ucontext_t context = {};
   };
+
+  // Of 64 rounds, a warp pauses in all or in none.
+  static bool pauses(size_t warp, uint32_t round) {
+    return (warp * 40503u + round / 64 * 2654435761u) >> 15 & 1;
+  }
 
   void begin() {
     Lane& own = *current_;

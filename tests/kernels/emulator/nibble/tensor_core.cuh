@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -85,7 +86,7 @@ T __ldcg(const T* place) {
 // What the lanes of a thread block share.
 struct EmulatedBlock {
   struct Product {
-    std::function<void()> run;
+    std::function<void(size_t group)> run;
     const uint32_t* a;
   };
   struct Lane {
