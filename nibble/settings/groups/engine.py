@@ -131,8 +131,8 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Kernel for NVFP4 weights with BF16 activations on a GPU: `vllm` (vLLM's choice),"
-        " `nibble` (for few tokens) or `auto`. `auto` takes the one measured faster for this"
-        " target and MAX_NUM_SEQS (docs/kernels/nvfp4_linear.md).",
+        " `nibble` or `auto`. `auto` takes nibble's on hopper, for any number of tokens, and"
+        " vLLM's choice elsewhere (docs/kernels/nvfp4_linear.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
