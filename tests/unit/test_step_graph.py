@@ -66,7 +66,6 @@ def test_one_token_for_each_request_is_steady_also_when_others_end() -> None:
         ("drafts", {"num_spec_tokens_to_schedule": 3}),
         ("encoder", {"scheduled_encoder_inputs": {"a": [0]}}),
         ("encoder", {"free_encoder_mm_hashes": ["x"]}),
-        ("cache_blocks", {"new_block_ids_to_zero": [4]}),
         ("cache_blocks", {"kv_cache_block_copies": [object()]}),
         ("grammar", {"has_structured_output_requests": True}),
         ("prefill", {"num_scheduled_tokens": {"a": 1, "b": 9}, "total_num_scheduled_tokens": 10}),

@@ -76,24 +76,27 @@ class Graphs:
         self.calls: list[tuple[Any, ...]] = []
         self.changes = SimpleNamespace(has_room=lambda rows: True, send=self._send)
         self.fails: set[str] = set()
-        self.rare = 1
+        self.rare, self.is_full = 1, False
         self.of = {n: SimpleNamespace(n=n, samplers={}, batch=SimpleNamespace()) for n in (1, 2)}
 
     def size(self, requests: int) -> Any:
         return self.of.get(requests)
 
-    def capture_inputs(self, size: Any) -> None:
+    def capture_inputs(self, size: Any) -> bool:
         if "inputs" in self.fails:
             raise RuntimeError("capture")
+        return not self.is_full
 
     def is_rare(self, size: Any, sampling: Any) -> bool:
         self.rare -= sampling not in size.samplers
         return self.rare >= 0 and sampling not in size.samplers
 
-    def capture_sampler(self, size: Any, sampling: Any) -> None:
+    def capture_sampler(self, size: Any, sampling: Any) -> bool:
         if "sampler" in self.fails:
             raise RuntimeError("capture")
-        size.samplers[sampling] = object()
+        if not self.is_full:
+            size.samplers[sampling] = object()
+        return not self.is_full
 
     def send_slots(self, size: Any, slots: np.ndarray, ids: list[str]) -> None:
         self.calls.append(("slots", slots.tolist(), ids))
@@ -200,6 +203,22 @@ def test_a_failed_capture_leaves_the_step_to_vllm(
     assert found[-1] == found[-2] == then and runner._to_sample is None
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1 and f"a step's {part} failed" in warned[0]
+
+
+def test_without_memory_for_graphs_steps_take_the_next_best_path(runner: Any) -> None:
+    assert [runner._run_graphs(step()) for _ in range(2)] == ["new_sampling", ""]
+    runner._graphs.is_full = True
+    runner._batch.size.samplers.clear()
+    assert [runner._run_graphs(step()) for _ in range(2)] == ["new_sampling", "new_sampling"]
+    assert runner._run_graphs(step("a")) == "no_graph" and not runner._has_failed
+
+
+def test_new_blocks_are_zeroed_before_the_model_reads_them(runner: Any) -> None:
+    zeroed: list[Any] = []
+    runner.kv_block_zeroer = SimpleNamespace(zero_block_ids=zeroed.append)
+    runner._graphs.run_model = lambda size: zeroed.append("model")
+    runner._run_graphs(step(new_block_ids_to_zero=[12], blocks=[([12],), None]))
+    assert zeroed == [[12], "model"]
 
 
 # --- the scheduler's shortcut ---------------------------------------------------------------------
