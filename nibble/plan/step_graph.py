@@ -45,7 +45,7 @@ def choose_step_graph(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice 
     if (given := asked(values).get("step_graph")) is not None:
         return Choice(given, args[FLAG].source, "set by the user")
     source = str(inputs.loaded.origins["step_graph"])
-    obstacle = _obstacle(inputs.target.name, values)
+    obstacle = _obstacle(inputs.target.name, values) or inputs.without_plugin
     return Choice("off" if obstacle else "on", source, obstacle or RIGHT)
 
 

@@ -242,7 +242,7 @@ class StepGraphs:
     def _captured(
         self, work: Callable[[], Result], pool: Any
     ) -> tuple[torch.cuda.CUDAGraph, Result, int]:
-        """A graph of `work`, and the bytes that it took. Other threads may use the GPU meanwhile."""
+        """A graph of `work`, and the bytes that it took. Other threads may use the GPU."""
         graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize()
         free_before, _ = torch.cuda.mem_get_info(self._device)
