@@ -4,11 +4,13 @@
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
+cores=$(nproc)
+taskset -p -c "$((cores * 6 / 8))-$((cores - 1))" $$
 mkdir -p /tmp/real_model
 cat "${PARTS}"/model.tar.?? | tar -x -C /tmp/real_model
 export REAL_MODEL=/tmp/real_model/smollm2-135m-instruct-nvfp4 REAL_MODEL_ROWS=/tmp/real_model/rows.json
 # Other servers use the GPU at the same time, so a fixed KV cache replaces the measurement of free memory.
-export CUDA_VISIBLE_DEVICES=0 GPU_MEMORY_UTIL=0.1 NIBBLE_KV_CACHE_BYTES=$((2 << 30))
+export CUDA_VISIBLE_DEVICES=$((gpus > 1)) GPU_MEMORY_UTIL=0.1 NIBBLE_KV_CACHE_BYTES=$((2 << 30))
 export VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=2
 export PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu
 parts=(recorded sleep fp8 "4000 or cached or sampled" ngram)
