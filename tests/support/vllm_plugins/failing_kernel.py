@@ -1,5 +1,5 @@
-"""A vLLM plugin for tests: each sampler graph has a kernel more, which writes beyond all memory once
-the file `fail` is in FAILING_FOLDER. No part of nibble.
+"""A vLLM plugin for tests: each sampler graph has a kernel more, which writes beyond all memory
+once the file `fail` is in FAILING_FOLDER. No part of nibble.
 """
 
 from __future__ import annotations
