@@ -168,6 +168,8 @@ def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Pop
         words += ["--served-model-name", "default", "--port", str(PORTS[side])]
         words += ["--gpu-memory-utilization", "0.4"]
         words += ["--kv-cache-memory-bytes", str(options.kv_bytes), "--max-model-len", "40960"]
+        if model.name == "hybrid2":  # vLLM's choice compiles for minutes at each start
+            words += ["--gdn-prefill-backend", "triton"]
         environ["VLLM_PLUGINS"] = ""
     else:
         words = ["-m", "nibble", "serve", str(model)]

@@ -152,7 +152,8 @@ def new_engine(options: argparse.Namespace) -> Any:
         gpu_memory_utilization=0.3,
         disable_log_stats=True,
         seed=0,
-        additional_config={"nibble": {"step_graph": "on"}},
+        # vLLM's choice of the second compiles for minutes at each start.
+        additional_config={"nibble": {"step_graph": "on"}, "gdn_prefill_backend": "triton"},
     )
     return llm.llm_engine
 
