@@ -9,8 +9,9 @@ samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, a
 during decode, shared prefixes, and few cache blocks, so that requests are preempted. It takes
 requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path), `on`,
 or `inputs` (graphs without the sampler). What differs between two passes `off` is not the graphs'
-doing. One engine, because two engines may tune kernels differently. Also times a decode step for
-each number of streams.
+doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end; nibble's
+kernel (`--linear-kernel`) has a fixed order. One engine, because two engines may tune kernels
+differently. Also times a decode step for each number of streams.
 
 `--seconds` goes on with further seeds, each with other requests and another rhythm of arrivals,
 until the time is over or an answer differs.
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0, help="further seeds for so long")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--linear-kernel", choices=("vllm", "nibble"), default="vllm")
     parser.add_argument("--passes", nargs="+", default=["off", "off", "on", "on"])
     parser.add_argument("--blocks", type=int, default=600, help="of the KV cache")
     parser.add_argument("--timing", nargs="*", default=[], help="passes to time, such as off on")
@@ -80,6 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "what": "tokens, log-probs, finish reasons and texts of passes, compared with the first",
         "model": options.model.name,
+        "linear_kernel": options.linear_kernel,
         "seed": options.seed,
         "requests": options.requests,
         "machine": machine(),
@@ -153,7 +156,10 @@ def new_engine(options: argparse.Namespace) -> Any:
         disable_log_stats=True,
         seed=0,
         # vLLM's choice of the second compiles for minutes at each start.
-        additional_config={"nibble": {"step_graph": "on"}, "gdn_prefill_backend": "triton"},
+        additional_config={
+            "nibble": {"step_graph": "on", "linear_kernel": options.linear_kernel},
+            "gdn_prefill_backend": "triton",
+        },
     )
     return llm.llm_engine
 
