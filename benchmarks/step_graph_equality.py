@@ -9,9 +9,9 @@ samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, a
 during decode, shared prefixes, and few cache blocks, so that requests are preempted. It takes
 requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path), `on`,
 or `inputs` (graphs without the sampler). What differs between two passes `off` is not the graphs'
-doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end; nibble's
-kernel (`--linear-kernel`) has a fixed order. One engine, because two engines may tune kernels
-differently. Also times a decode step for each number of streams.
+doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end. The
+order of nibble's kernel (`--linear-kernel`) is fixed. One engine, because two engines may tune
+kernels differently. Also times a decode step for each number of streams.
 
 `--seconds` goes on with further seeds, each with other requests and another rhythm of arrivals,
 until the time is over or an answer differs.
