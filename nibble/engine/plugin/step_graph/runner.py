@@ -145,6 +145,7 @@ class StepGraphRunner(GPUModelRunner):
                 return "cache_blocks"
         self.finish_requests(output)
         if output.new_block_ids_to_zero:
+            assert self.kv_block_zeroer is not None
             self.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
         self.req_states.num_computed_tokens_np[batch.slots] = computed
         if batch is not last:
