@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -49,7 +51,7 @@ SHAPES = {
 }
 STREAMS = (1, 8, 16, 32, 64)
 VOCABULARY = 151936
-TOKENS_IN, TOKENS_OUT, ROUNDS, START_S = 16, 768, 2, 400.0
+TOKENS_IN, TOKENS_OUT, ROUNDS, START_S, STOP_S = 16, 768, 2, 400.0, 4.0
 RUNNING, ARRIVALS_PER_S, ARRIVAL_IN, ARRIVAL_OUT, ARRIVALS_S = 8, 2.0, 256, 64, 20.0
 PORTS = {"stock": 9101, "nibble": 9102}
 CONTROL_PORT = 9103
@@ -111,7 +113,7 @@ def write_shape(
 
 
 def write_hybrid(folder: Path, hidden: int, intermediate: int, heads: int, kv: int) -> None:
-    """Qwen3-Next's kinds of layers, with dense MLPs."""
+    """Qwen3-Next's kinds of layers; vLLM expects experts in one of them."""
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -122,7 +124,11 @@ def write_hybrid(folder: Path, hidden: int, intermediate: int, heads: int, kv: i
         intermediate_size=intermediate,
         num_hidden_layers=2,
         layer_types=["linear_attention", "full_attention"],
-        mlp_only_layers=[0, 1],
+        mlp_only_layers=[0],
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
         num_attention_heads=heads,
         num_key_value_heads=kv,
         head_dim=128,
@@ -138,6 +144,7 @@ def write_hybrid(folder: Path, hidden: int, intermediate: int, heads: int, kv: i
 
 def measure(model: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     servers: dict[str, subprocess.Popen[bytes]] = {}
+    refuse_taken_ports()
     try:
         for side in PORTS:
             servers[side] = start(side, model, options)
@@ -150,11 +157,20 @@ def measure(model: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]
     finally:
         for server in servers.values():
             server.send_signal(signal.SIGTERM)
+        end = time.monotonic() + STOP_S
         for server in servers.values():
-            try:
-                server.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(max(0.0, end - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # a lane's limit leaves a few seconds
+
+
+def refuse_taken_ports() -> None:
+    """A server that an earlier run left behind would be measured in place of a new one."""
+    for port in (*PORTS.values(), CONTROL_PORT):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise SystemExit(f"port {port} is in use: stop the server there first")
 
 
 def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:

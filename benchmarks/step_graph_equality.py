@@ -252,13 +252,14 @@ def mixed_requests(count: int, rng: random.Random) -> list[dict[str, Any]]:
             ids = shared[: rng.randint(16, 700)] + ids[:100]
         if rng.random() < 0.3:
             step += rng.randint(1, 25)
+        most = max(rng.randint(1, 160), kinds[kind].get("min_tokens", 1))
         requests.append(
             {
                 "id": f"r{number}",
                 "kind": kind,
                 "prompt": ids,
                 "step": step,
-                "params": kinds[kind] | {"seed": number, "max_tokens": rng.randint(1, 160)},
+                "params": kinds[kind] | {"seed": number, "max_tokens": most},
                 "abort_after": rng.randint(1, 40) if rng.random() < 0.05 else None,
             }
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.layers import layers
 from nibble.engine.contract import CONFIG_KEY
 from nibble.engine.step_graph_memory import step_graph_bytes
 from nibble.plan.choice import Choice, Choices, values_of
@@ -20,7 +21,7 @@ from nibble.plan.startup import SPECULATIVE
 # Targets on which steps from graphs have run, with answers equal to those of vLLM's path.
 TARGETS = ("hopper",)
 RIGHT = "answers are those of vLLM's path (docs/step_graph.md)"
-# Flags with which an engine takes vLLM's path for all steps.
+# Flags with which the plugin leaves all steps to vLLM's path.
 _OBSTACLES = {
     "--enforce-eager": "without CUDA graphs",
     "--enable-lora": "with adapters",
@@ -30,6 +31,7 @@ _OBSTACLES = {
     **dict.fromkeys(SPECULATIVE, "with speculative decoding"),
 }
 _SEVERAL = {
+    "--tensor-parallel-size": "tensor parallelism",
     "--pipeline-parallel-size": "pipeline parallelism",
     "--data-parallel-size": "data parallelism",
     "--decode-context-parallel-size": "context parallelism",
@@ -45,8 +47,17 @@ def choose_step_graph(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice 
     if (given := asked(values).get("step_graph")) is not None:
         return Choice(given, args[FLAG].source, "set by the user")
     source = str(inputs.loaded.origins["step_graph"])
-    obstacle = _obstacle(inputs.target.name, values) or inputs.without_plugin
+    obstacle = _obstacle(inputs.target.name, values) or _untested(inputs.checkpoint)
+    obstacle = obstacle or inputs.without_plugin
     return Choice("off" if obstacle else "on", source, obstacle or RIGHT)
+
+
+def _untested(checkpoint: Checkpoint | None) -> str:
+    """What of the model has not run in steps from graphs; empty if nothing is known to be."""
+    found = layers(checkpoint.config) if checkpoint is not None else None
+    if any(layer.state is not None for layer in found or ()):
+        return "steps from graphs are not tested with recurrent state"
+    return ""
 
 
 def step_graph_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
@@ -82,5 +93,5 @@ def _obstacle(target: str, args: Mapping[str, Any]) -> str:
             return f"vLLM's path runs all steps {what}"
     for flag, what in _SEVERAL.items():
         if int(args.get(flag) or 1) > 1:
-            return f"vLLM's path runs all steps with {what}"
+            return f"steps from graphs are not tested with {what}"
     return ""

@@ -36,6 +36,14 @@ from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
+LINEAR_ATTENTION = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "full_attention_interval": 2,
+}
 
 
 def schedule(**changed: Any) -> SimpleNamespace:
@@ -259,7 +267,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_hopper_has_steps_from_graphs_and_the_plan_says_why(model: Path) -> None:
-    for words in ((), ("--step-graph", "auto"), ("--tensor-parallel-size", "2", "--num-gpus", "2")):
+    for words in ((), ("--step-graph", "auto")):
         assert planned(model, "hopper", *words) == ("on", RIGHT)
     assert planned(model, "hopper", NIBBLE_STEP_GRAPH="off") == ("off", "set by the user")
     assert planned(model, "cpu") == ("off", "")
@@ -271,18 +279,30 @@ def test_hopper_has_steps_from_graphs_and_the_plan_says_why(model: Path) -> None
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (("--enforce-eager",), "without CUDA graphs"),
-        (("--enable-lora",), "with adapters"),
-        (("--spec-method", "mtp"), "with speculative decoding"),
-        (("--pipeline-parallel-size", "2", "--num-gpus", "2"), "with pipeline parallelism"),
-        (("--data-parallel-size", "2", "--num-gpus", "2"), "with data parallelism"),
+        (("--enforce-eager",), "vLLM's path runs all steps without CUDA graphs"),
+        (("--enable-lora",), "vLLM's path runs all steps with adapters"),
+        (("--spec-method", "mtp"), "vLLM's path runs all steps with speculative decoding"),
+        (("--tensor-parallel-size", "2"), "not tested with tensor parallelism"),
+        (("--pipeline-parallel-size", "2"), "not tested with pipeline parallelism"),
+        (("--data-parallel-size", "2"), "not tested with data parallelism"),
     ],
 )
 def test_flags_that_rule_graphs_out_are_named(
     model: Path, words: tuple[str, ...], what: str
 ) -> None:
-    why = f"vLLM's path runs all steps {what}"
-    assert planned(model, "hopper", *words) == ("off", why)
+    told, why = planned(model, "hopper", "--num-gpus", "2", *words)
+    assert told == "off" and why.endswith(what)
+
+
+def test_recurrent_state_takes_vllms_path_unless_the_user_asks(tmp_path: Path) -> None:
+    hybrid = write_checkpoint(
+        tmp_path / "h",
+        tensors("nvfp4"),
+        {"quantization_config": MODELOPT_NVFP4, "model_type": "qwen3_next"} | LINEAR_ATTENTION,
+    )
+    why = "steps from graphs are not tested with recurrent state"
+    assert planned(hybrid, "hopper") == ("off", why)
+    assert planned(hybrid, "hopper", "--step-graph", "on") == ("on", "set by the user")
 
 
 # --- memory ---------------------------------------------------------------------------------------
