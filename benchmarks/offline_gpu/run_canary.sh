@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=4
 ask() {
   local name=$1 model=$2
   shift 2
-  step "${name}" 240 python3 benchmarks/offline_gpu/ask_real_model.py "${model}" "/tmp/R/server_${name}.log" "$@"
+  step "${name}" 480 python3 benchmarks/offline_gpu/ask_real_model.py "${model}" "/tmp/R/server_${name}.log" "$@"
 }
 until [[ -e /tmp/shapes/dense2/config.json ]]; do sleep 0.5; done
 for round in 1 2 3; do
@@ -21,7 +21,7 @@ for round in 1 2 3; do
     for demo in nibble-demo-nvfp4 nibble-demo-moe-nvfp4; do
       ask "canary_${demo}" "models/${demo}" VLLM_USE_FLASHINFER_SAMPLER=0
     done
-    step fault 200 env CUDA_LOG_FILE=stderr VLLM_USE_FLASHINFER_SAMPLER=0 NIBBLE_CANARY=off python3 benchmarks/step_graph_fault.py --out /tmp/R/fault.json
+    step fault 480 env CUDA_LOG_FILE=stderr VLLM_USE_FLASHINFER_SAMPLER=0 NIBBLE_CANARY=off python3 benchmarks/step_graph_fault.py --out /tmp/R/fault.json
     # With FlashInfer's sampler, which compiles for a minute.
     ask canary_smollm2 /tmp/real_model/smollm2-135m-instruct-nvfp4
   fi

@@ -12,9 +12,9 @@ for shape in dense2 bf16 hybrid2; do
   mv "/tmp/shapes_begun/${shape}" /tmp/shapes/
 done
 equal=(python3 benchmarks/step_graph_equality.py)
-step equal_bf16 300 "${equal[@]}" --model /tmp/shapes/bf16 --passes off on inputs --timing off on --out /tmp/R/equal_bf16.json
-step equal_hybrid2 300 "${equal[@]}" --model /tmp/shapes/hybrid2 --passes off off on inputs --timing off on --out /tmp/R/equal_hybrid2.json
-step equal_dense2 300 "${equal[@]}" --model /tmp/shapes/dense2 --linear-kernel nibble --passes off off on inputs --out /tmp/R/equal_dense2.json
+step equal_bf16 480 "${equal[@]}" --model /tmp/shapes/bf16 --passes off on inputs --timing off on --out /tmp/R/equal_bf16.json
+step equal_hybrid2 480 "${equal[@]}" --model /tmp/shapes/hybrid2 --passes off off on inputs --timing off on --out /tmp/R/equal_hybrid2.json
+step equal_dense2 480 "${equal[@]}" --model /tmp/shapes/dense2 --linear-kernel nibble --passes off off on inputs --out /tmp/R/equal_dense2.json
 touch /tmp/R/equal.done
 fuzz=("${equal[@]}" --model /tmp/shapes/bf16 --requests 60 --passes off on)
 step fuzz_1 400 "${fuzz[@]}" --seed 100 --seconds 150 --out /tmp/R/fuzz_1.json

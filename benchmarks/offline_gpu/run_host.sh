@@ -18,7 +18,7 @@ measure() {
   local name=$1 shape=$2
   shift 2
   until [[ -e /tmp/shapes/${shape}/config.json ]]; do sleep 0.5; done
-  step "${name}" 300 "${floor[@]}" --models /tmp/shapes --shapes "${shape}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/${name}.json" "$@"
+  step "${name}" 480 "${floor[@]}" --models /tmp/shapes --shapes "${shape}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/${name}.json" "$@"
 }
 measure floor_dense2 dense2
 measure floor_hybrid2 hybrid2 --streams 1 8 16 32
