@@ -221,6 +221,85 @@ def test_new_blocks_are_zeroed_before_the_model_reads_them(runner: Any) -> None:
     assert zeroed == [[12], "model"]
 
 
+# --- what rules graphs out for an engine ----------------------------------------------------------
+
+
+def an_engine(**changed: Any) -> Any:
+    """A runner that qualifies, but for `changed`: attribute or attribute.attribute -> value."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    sampler: Any = Sampler.__new__(Sampler)
+    sampler.logits_processors, sampler.trace_replay_state = [1, 2, 3], None
+    sampler.return_sampling_mask = sampler.compute_nans = sampler.use_xpu_sampler = False
+    builder = TritonAttentionMetadataBuilder.__new__(TritonAttentionMetadataBuilder)
+    nothing = (
+        "speculator lora_config batch_sharder pcp_manager aux_output_connector ubatch_runner"
+        " fast_prefill kv_block_zeroer"
+    )
+    made = SimpleNamespace(
+        **dict.fromkeys(nothing.split()),
+        parallel_config=SimpleNamespace(
+            world_size_across_dp=1, tensor_parallel_size=1, enable_eplb=False
+        ),
+        model_config=SimpleNamespace(rswa_window=None),
+        vllm_config=SimpleNamespace(ec_transfer_config=None),
+        sampler=sampler,
+        num_speculative_steps=0,
+        use_dcp=False,
+        uses_inputs_embeds=False,
+        is_pooling_model=False,
+        model_state=DefaultModelState.__new__(DefaultModelState),
+        kv_connector=NO_OP_KV_CONNECTOR,
+        cudagraph_manager=SimpleNamespace(graphs={"a": 1}),
+        attn_groups=[[SimpleNamespace(get_metadata_builder=lambda lane: builder)]],
+    )
+    for name, value in changed.items():
+        owner, _, attribute = name.rpartition("__")
+        setattr(getattr(made, owner) if owner else made, attribute, value)
+    return made
+
+
+def hybrid_state(recoverssm: Any) -> Any:
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    state: Any = MambaHybridModelState.__new__(MambaHybridModelState)
+    state.recoverssm = recoverssm
+    return state
+
+
+def linear_attention(uses_drafts: bool) -> Any:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+    builder: Any = GDNAttentionMetadataBuilder.__new__(GDNAttentionMetadataBuilder)
+    builder.use_full_cuda_graph, builder.use_spec_decode = True, uses_drafts
+    return [[SimpleNamespace(get_metadata_builder=lambda lane: builder)]]
+
+
+def test_an_engine_qualifies_or_is_refused_by_name() -> None:
+    from nibble.engine.plugin.step_graph.facts import engine_facts
+    from nibble.engine.plugin.step_graph.qualify import STEADY, refusal_of_engine
+
+    def refusal(**changed: Any) -> str:
+        return refusal_of_engine(engine_facts(an_engine(**changed)))
+
+    assert refusal() == STEADY
+    two = {"parallel_config__world_size_across_dp": 2}
+    assert refusal(**two) == "pipeline or data parallelism"
+    assert refusal(**two, parallel_config__tensor_parallel_size=2) == STEADY
+    assert refusal(parallel_config__enable_eplb=True) == "balanced experts"
+    assert refusal(use_dcp=True) == "context parallelism"
+    assert refusal(batch_sharder=object()) == "sampling divided over GPUs"
+    assert refusal(num_speculative_steps=2) == "speculative decoding"
+    assert refusal(lora_config=object()) == "adapters"
+    assert refusal(model_state=hybrid_state(None), kv_block_zeroer=object()) == STEADY
+    assert refusal(model_state=hybrid_state(object())) == "a model with other state"
+    assert refusal(attn_groups=linear_attention(uses_drafts=False)) == STEADY
+    assert refusal(attn_groups=linear_attention(uses_drafts=True)) == "another attention backend"
+
+
 # --- the scheduler's shortcut ---------------------------------------------------------------------
 
 
