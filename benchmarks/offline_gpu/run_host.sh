@@ -20,10 +20,10 @@ measure() {
   until [[ -e /tmp/shapes/${shape}/config.json ]]; do sleep 0.5; done
   step "${name}" 480 "${floor[@]}" --models /tmp/shapes --shapes "${shape}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/${name}.json" "$@"
 }
-measure floor_dense2 dense2
-measure floor_hybrid2 hybrid2 --streams 1 8 16 32
-measure floor_4b 4b --streams 1 8 16
 measure arrivals_8b 8b --arrivals
 measure floor_8b 8b --streams 1 8 16
+measure floor_hybrid2 hybrid2 --streams 1 8 16 32
+measure floor_4b 4b --streams 1 8 16
 measure floor_0.6b 0.6b --streams 1 8 16
+measure floor_dense2 dense2
 touch /tmp/R/host.done

@@ -221,6 +221,20 @@ def test_new_blocks_are_zeroed_before_the_model_reads_them(runner: Any) -> None:
     assert zeroed == [[12], "model"]
 
 
+def test_vllms_kv_cache_leaves_memory_for_the_graphs(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from nibble.engine.step_graph_memory import step_graph_bytes
+
+    monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 1000)
+    runner.max_num_reqs, runner.vocab_size, runner._is_asked = 8, 512, True
+    assert runner.profile_cudagraph_memory() == 1000 + step_graph_bytes(8, 512)
+    runner._is_asked = False
+    assert runner.profile_cudagraph_memory() == 1000
+
+
 # --- what rules graphs out for an engine ----------------------------------------------------------
 
 
