@@ -21,6 +21,13 @@ from nibble.plan.startup import SPECULATIVE
 # Targets on which steps from graphs have run, with answers equal to those of vLLM's path.
 TARGETS = ("hopper",)
 RIGHT = "answers are those of vLLM's path (docs/step_graph.md)"
+_UNTESTED_KINDS = {
+    "state": "recurrent state",
+    "sliding": "sliding windows",
+    "mla": "latent attention",
+    "shared": "shared caches",
+    "none": "layers without a cache",
+}
 # Flags with which the plugin leaves all steps to vLLM's path.
 _OBSTACLES = {
     "--enforce-eager": "without CUDA graphs",
@@ -53,11 +60,17 @@ def choose_step_graph(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice 
 
 
 def _untested(checkpoint: Checkpoint | None) -> str:
-    """What of the model has not run in steps from graphs; empty if nothing is known to be."""
-    found = layers(checkpoint.config) if checkpoint is not None else None
-    if any(layer.state is not None for layer in found or ()):
-        return "steps from graphs are not tested with recurrent state"
-    return ""
+    """What of the model has not run in steps from graphs; empty if all its layers keep keys and
+    values of all tokens.
+    """
+    if checkpoint is None:
+        return "the checkpoint is unknown until pull"
+    found = layers(checkpoint.config)
+    if found is None:
+        return f"steps from graphs are not tested with {checkpoint.architecture}"
+    kinds = {layer.kind for layer in found if not layer.is_draft}
+    untested = sorted(_UNTESTED_KINDS.get(kind, kind) for kind in kinds - {"full"})
+    return f"steps from graphs are not tested with {untested[0]}" if untested else ""
 
 
 def step_graph_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:

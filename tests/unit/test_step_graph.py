@@ -294,15 +294,28 @@ def test_flags_that_rule_graphs_out_are_named(
     assert told == "off" and why.endswith(what)
 
 
-def test_recurrent_state_takes_vllms_path_unless_the_user_asks(tmp_path: Path) -> None:
-    hybrid = write_checkpoint(
-        tmp_path / "h",
-        tensors("nvfp4"),
-        {"quantization_config": MODELOPT_NVFP4, "model_type": "qwen3_next"} | LINEAR_ATTENTION,
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"model_type": "qwen3_next"} | LINEAR_ATTENTION, "recurrent state"),
+        ({"model_type": "gemma2", "sliding_window": 64}, "sliding windows"),
+        ({"model_type": "other", "architectures": ["OtherForCausalLM"]}, "OtherForCausalLM"),
+    ],
+)
+def test_models_that_have_not_run_take_vllms_path_unless_the_user_asks(
+    tmp_path: Path, config: dict[str, Any], what: str
+) -> None:
+    untested = write_checkpoint(
+        tmp_path / "u", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4} | config
     )
-    why = "steps from graphs are not tested with recurrent state"
-    assert planned(hybrid, "hopper") == ("off", why)
-    assert planned(hybrid, "hopper", "--step-graph", "on") == ("on", "set by the user")
+    assert planned(untested, "hopper") == ("off", f"steps from graphs are not tested with {what}")
+    assert planned(untested, "hopper", "--step-graph", "on") == ("on", "set by the user")
+
+
+def test_a_checkpoint_that_is_not_here_yet_is_not_decided_about() -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
+    found = plan_for(read_wishes(["acme/x-NVFP4", "--target", "hopper"], offline))
+    assert found.choices["step_graph"].reason == "the checkpoint is unknown until pull"
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Decode steps on a GPU: `on` runs a whole step from CUDA graphs where the batch allows it"
-        " (docs/step_graph.md), `off` always takes vLLM's path, `auto` is `on` on hopper.",
+        " (docs/step_graph.md), `off` always takes vLLM's path, `auto` is `on` where it is tested.",
         "NIBBLE_STEP_GRAPH",
         flag="--step-graph",
         expected="auto, on or off",
