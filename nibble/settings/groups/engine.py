@@ -164,14 +164,14 @@ class EngineOptions(BaseModel):
         flag="--compact-json",
         expected="auto, on or off",
     )
-    step_graph: contract.Switch = option(
-        "off",
+    step_graph: Literal["auto", contract.Switch] = option(
+        "auto",
         "Engine",
         "Decode steps on a GPU: `on` runs a whole step from CUDA graphs where the batch allows it"
-        " (docs/step_graph.md), `off` always takes vLLM's path.",
+        " (docs/step_graph.md), `off` always takes vLLM's path, `auto` is `on` where it is tested.",
         "NIBBLE_STEP_GRAPH",
         flag="--step-graph",
-        expected="on or off",
+        expected="auto, on or off",
     )
     kernel_assertion: Literal["strict", "warn"] = option(
         "strict",
