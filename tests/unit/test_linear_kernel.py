@@ -25,7 +25,7 @@ from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, tensors, 
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
-OURS = {"nibble": {"linear_kernel": "nibble"}}
+OURS = {"nibble": {"linear_kernel": "nibble", "step_graph": "on"}}
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
 W4A16: dict[str, Any] = {
     "quantization_config": {
@@ -127,7 +127,9 @@ def test_where_it_has_not_run_nibbles_kernel_is_not_chosen(model: Path, target: 
 def test_what_has_no_nvfp4_product_on_a_gpu_has_no_choice(model: Path, tmp_path: Path) -> None:
     plain = write_checkpoint(tmp_path / "plain", tensors("bf16"))
     for found in (plan(model, target="cpu"), plan(plain)):
-        assert "linear_kernel" not in found.choices and FLAG not in found.args
+        assert "linear_kernel" not in found.choices
+        config = found.args[FLAG].value if FLAG in found.args else {"nibble": {}}
+        assert "linear_kernel" not in config["nibble"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_what_the_user_names_is_taken(model: Path) -> None:
     assert named.choices["linear_kernel"].source == "environment NIBBLE_LINEAR_KERNEL"
     told = plan(model, FLAG, '{"nibble": {"linear_kernel": "vllm"}}')
     assert told.choices["linear_kernel"].value == "vllm"
-    assert told.args[FLAG].value == {"nibble": {"linear_kernel": "vllm"}}
+    assert told.args[FLAG].value == {"nibble": {"linear_kernel": "vllm", "step_graph": "on"}}
 
 
 def test_auto_over_a_files_kernel_chooses_by_itself(model: Path, tmp_path: Path) -> None:
@@ -163,8 +165,8 @@ def test_auto_over_a_files_kernel_chooses_by_itself(model: Path, tmp_path: Path)
 
 def test_what_else_the_plugin_is_told_is_kept(model: Path) -> None:
     found = plan(model, "--quantize-lm-head", "nvfp4", FLAG, '{"other": 1}')
-    both = {"other": 1, "nibble": {"quantize_lm_head": "nvfp4", "linear_kernel": "nibble"}}
-    assert found.args[FLAG].value == both
+    ours = {"quantize_lm_head": "nvfp4", "linear_kernel": "nibble", "step_graph": "on"}
+    assert found.args[FLAG].value == {"other": 1, "nibble": ours}
     assert found.args[FLAG].source.startswith("nibble's default + ")
 
 

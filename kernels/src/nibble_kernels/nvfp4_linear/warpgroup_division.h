@@ -69,8 +69,10 @@ std::optional<Division> division_of(const Shape& shape, uint32_t multiprocessors
     for (uint32_t ranks = 2; ranks <= kMostRanks && ranks <= shape.chunks; ++ranks) {
       const uint32_t clusters = clusters_at_a_time(ranks);
       if (clusters == 0) continue;
+      const uint32_t rounds = quotient_up(units, clusters);
+      // Blocks of a cluster wait for one another between two units.
       consider(Sharing::clusters, at_most_units(clusters), ranks,
-               static_cast<float>(quotient_up(units, clusters) * (quotient_up(shape.chunks, ranks) + 1)));
+               static_cast<float>(rounds * quotient_up(shape.chunks, ranks) + 1 + (rounds - 1) * 8));
     }
   }
   // Each block writes a part and adds those of others to its own.
