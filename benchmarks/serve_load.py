@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--measure-s", type=float, default=60.0)
     parser.add_argument("--when", nargs="*", type=Path, default=[])
     parser.add_argument("--kv-bytes", type=int, default=8 << 30)
-    parser.add_argument("--memory-share", default="0.4", help="of the GPU, for each server")
+    parser.add_argument("--memory-share", default="0.3", help="of the GPU, for each server")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULT)
