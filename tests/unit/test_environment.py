@@ -154,7 +154,7 @@ def test_every_translation_is_a_flag_and_choice_of_the_pinned_vllm(name: str) ->
 
 
 def test_every_variable_of_a_serve_script_for_rtx_pro_6000_takes_effect_or_is_refused() -> None:
-    """Seed 003's serve_glm47_nvfp4_vllm.sh. HF_HUB_OFFLINE is huggingface_hub's."""
+    """The names that serve_glm47_nvfp4_vllm.sh reads; HF_HUB_OFFLINE is huggingface_hub's."""
     script = {
         "MODEL_PATH": "/models/glm",
         "TP": "4",
