@@ -203,18 +203,24 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
 def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for: Compiler) -> None:
     """Four pieces of a tile, two products of each and strip; their sums stay in registers."""
     _, cubin = compile_for(arch, "nvfp4_linear/warpgroup.cu")
-    forms = [one for one in sass_functions(cubin) if "multiply" in one[0]]
-    assert len(forms) == 22  # two types, four forms, three ways to share but for the last form
-    for name, body in forms:
-        strips = re.search(r"FormILj\d+ELj\d+ELj(\d)E", name)
+    seen = set[tuple[str, ...]]()
+    for name, body in sass_functions(cubin):
+        form = re.search(r"(Bfloat|Half)OperandE.*FormILj(\d+)ELj\d+ELj(\d)E.*SharingE(\d)E", name)
+        if not form:
+            assert "order_x" in name and "HGMMA" not in body
+            continue
+        seen.add(form.groups())
         products = [found.start() for found in re.finditer(r"\bHGMMA\.64x", body)]
-        assert strips and len(products) == (8 * int(strips[1]) if arch == "90a" else 0), name
+        assert len(products) == (8 * int(form[3]) if arch == "90a" else 0), name
         if not products:
             continue
         loop = body[products[0] : products[-1]]
         assert not re.search(r"\b(LDL|STL)\b", loop), name
         for instruction in ("UTMALDG", "UBLKCP", "ACQBULK", "PREEXIT"):
             assert instruction in body, (name, instruction)
+    shared = {(tokens, "1", sharing) for tokens in ("32", "64", "128") for sharing in "012"}
+    shared |= {("128", "2", "0"), ("128", "2", "2")}
+    assert seen >= {(operand, *one) for operand in ("Bfloat", "Half") for one in shared}
 
 
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
