@@ -34,7 +34,7 @@ BOUND_NATS = 2e-3  # mean divergence from float32 on the same numbers, W4A16 wit
 # 0.24 measured; transformers in BF16 has 0.26. A rounding decides an activation's FP4 code where it
 # is near a midpoint, so another order of additions gives other answers.
 W4A4_BOUND_NATS = 0.35
-# 0.026 measured, with the error of an FP8 cache without scales: the reference's cache is float32. On
+# 0.026 measured, with the error of an FP8 cache without scales: the reference has float32. On
 # Hopper, FlashAttention 3 also rounds queries to FP8.
 FP8_CACHE_BOUND_NATS = 0.1 if torch.cuda.is_available() else 0.04
 # vLLM computes prompts of 512 tokens in two pieces

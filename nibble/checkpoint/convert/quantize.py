@@ -250,7 +250,9 @@ def largest_of(where: str, parts: Iterable[Part], dtype: str, read: Read) -> Ama
 
 
 def _finite_amax(where: str, part: Part, weight: Any) -> float:
-    largest = float(weight.abs().max())
+    from nibble_kernels.weight_quant import largest_magnitude
+
+    largest = float(largest_magnitude(weight))
     if not math.isfinite(largest):
         what = f"{part.module}.weight in {where} holds values that are not finite"
         raise NibbleError(ExitCode.MODEL, what=what, action="download the model again")
