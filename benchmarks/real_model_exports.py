@@ -38,13 +38,17 @@ def loaded(source: str) -> tuple[Any, Any]:
 
 
 def llm_compressor(method: str, source: str, dest: str) -> None:
+    import torch
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
 
+    if not torch.cuda.is_available():  # AWQ of 0.14 pins memory, which fails without a driver
+        IntermediatesCache.pin_memory = lambda *_: None
     model, tokenizer = loaded(source)
     rows = calibration(tokenizer)
     groups = {"group_0": preset_name_to_scheme("NVFP4A16", ["Linear"])}

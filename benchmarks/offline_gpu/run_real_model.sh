@@ -7,16 +7,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 mkdir -p /tmp/real_model
 cat "${PARTS}"/model.tar.?? | tar -x -C /tmp/real_model
 export REAL_MODEL=/tmp/real_model/smollm2-135m-instruct-nvfp4 REAL_MODEL_ROWS=/tmp/real_model/rows.json
+export REAL_MODEL_FP8_CACHE=/tmp/real_model/fp8_cache
 # Other servers use the GPU at the same time, so a fixed KV cache replaces the measurement of free memory.
 export CUDA_VISIBLE_DEVICES=0 GPU_MEMORY_UTIL=0.1 NIBBLE_KV_CACHE_BYTES=$((2 << 30))
 export VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=2
 export PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu
-parts=(recorded sleep fp8 "4000 or cached or sampled" ngram)
-for part in "${parts[@]}"; do
+declare -A tests=([recorded]=recorded [sleep]=sleep [fp8]=with_an_fp8 [fp8_scales]=scales_of [4000]="4000 or cached or sampled" [ngram]=ngram)
+for part in "${!tests[@]}"; do
   for kernel in nibble vllm; do
-    name=real_model_${kernel}_${part%% *}
+    name=real_model_${kernel}_${part}
     NIBBLE_LINEAR_KERNEL=${kernel} step "${name}" 230 python3 -m pytest -p no:cacheprovider -p instant --slow -v --tb=short \
-      tests/e2e/test_real_model.py -k "${part}" --junitxml "/tmp/R/${name}.xml" &
+      tests/e2e/test_real_model.py -k "${tests[${part}]}" --junitxml "/tmp/R/${name}.xml" &
   done
 done
 wait

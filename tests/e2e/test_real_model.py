@@ -138,6 +138,17 @@ def test_held_out_tokens_with_an_fp8_cache(
         check_prompts(server, w4a16, record_property, FP8_CACHE_BOUND_NATS)
 
 
+def test_held_out_tokens_with_scales_of_an_fp8_cache(
+    tmp_path: Path, record_property: Record
+) -> None:
+    """Declared and measured by `nibble convert --kv-cache fp8`."""
+    words = ("--four-over-six", "--kv-cache", "fp8")
+    for model in load(nvfp4(tmp_path / "model", *words), "bf16"):
+        for server in served(tmp_path / "server", model, *SHORT):
+            assert "fp8" in server.log()
+            check_prompts(server, model, record_property, FP8_CACHE_BOUND_NATS)
+
+
 # --- answers --------------------------------------------------------------------------------------
 
 
