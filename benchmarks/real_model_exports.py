@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROW_TOKENS, ROWS = 512, 32  # as nibble/checkpoint/convert/gptq.py
+AWQ_EVERY = 8  # of these rows: its search runs every layer 10 times for each of them
 
 
 def calibration(tokenizer: Any) -> list[list[int]]:
@@ -50,7 +51,7 @@ def llm_compressor(method: str, source: str, dest: str) -> None:
     if not torch.cuda.is_available():  # AWQ of 0.14 pins memory, which fails without a driver
         IntermediatesCache.pin_memory = lambda *_: None
     model, tokenizer = loaded(source)
-    rows = calibration(tokenizer)
+    rows = calibration(tokenizer)[:: AWQ_EVERY if "awq" in method else 1]
     groups = {"group_0": preset_name_to_scheme("NVFP4A16", ["Linear"])}
     last = GPTQModifier if "gptq" in method else QuantizationModifier
     recipe = [AWQModifier(n_grid=10)] if "awq" in method else []
