@@ -95,13 +95,13 @@ NIBBLE_FUNCTION void six_bit_block(const uint8_t* from, float* to) {
   }
 }
 
-#define NIBBLE_GGUF_BLOCKS(name, elements, bytes, block)                                          \
-  NIBBLE_CPU_LEVELS void name(const uint8_t* from, int64_t blocks, uint16_t* to) {                \
-    float values[elements];                                                                       \
-    for (int64_t i = 0; i < blocks; ++i, from += bytes, to += elements) {                         \
-      block(from, values);                                                                        \
-      store_rounded(values, elements, to);                                                        \
-    }                                                                                             \
+#define NIBBLE_GGUF_BLOCKS(name, elements, bytes, block)                           \
+  NIBBLE_CPU_LEVELS void name(const uint8_t* from, int64_t blocks, uint16_t* to) { \
+    float values[elements];                                                        \
+    for (int64_t i = 0; i < blocks; ++i, from += bytes, to += elements) {          \
+      block(from, values);                                                         \
+      store_rounded(values, elements, to);                                         \
+    }                                                                              \
   }
 
 NIBBLE_GGUF_BLOCKS(q4_0, kSmall, 18, (small_block<false, false>))
@@ -119,12 +119,13 @@ struct Kind {
   void (*convert)(const uint8_t*, int64_t, uint16_t*);
 };
 
-const Kind kKinds[] = {{"Q4_0", kSmall, 18, q4_0},  {"Q4_1", kSmall, 20, q4_1},  {"Q5_0", kSmall, 22, q5_0},
-                       {"Q5_1", kSmall, 24, q5_1},  {"Q8_0", kSmall, 34, q8_0},  {"Q4_K", kSuper, 144, q4_k},
+const Kind kKinds[] = {{"Q4_0", kSmall, 18, q4_0},  {"Q4_1", kSmall, 20, q4_1}, {"Q5_0", kSmall, 22, q5_0},
+                       {"Q5_1", kSmall, 24, q5_1},  {"Q8_0", kSmall, 34, q8_0}, {"Q4_K", kSuper, 144, q4_k},
                        {"Q5_K", kSuper, 176, q5_k}, {"Q6_K", kSuper, 210, q6_k}};
 
 Tensor gguf_to_bfloat16(const Tensor& input, std::string name) {
-  const Kind* kind = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& one) { return one.name == name; });
+  const Kind* kind =
+      std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& one) { return one.name == name; });
   require(kind != std::end(kKinds), "an unknown type of GGUF block");
   const Tensor blocks = torch::stable::contiguous(input);
   require(blocks.scalar_type() == ScalarType::Byte && blocks.numel() % kind->bytes == 0,

@@ -75,16 +75,17 @@ def quantize(
     weight_amax = _largest_magnitude(weight)
     if not weight_amax.isfinite():
         raise ValueError("weight holds values that are not finite")
-    amax = (weight_amax if amax is None else amax.to(weight.device)).float().reshape(())
+    shared = (weight_amax if amax is None else amax.to(weight.device)).float().reshape(())
     largest = E4M3_MAX_FOUR_OVER_SIX if four_over_six else E4M3_MAX
     # ModelOpt divides 0 by 0 for a weight of zeros, which any scale represents.
-    global_scale = torch.where(amax > 0, amax / (E2M1_MAX * largest), 1.0)
+    global_scale = torch.where(shared > 0, shared / (E2M1_MAX * largest), 1.0)
     if not weight.numel():
         shape = (weight.shape[0], weight.shape[1] // 2)
         empty = weight.new_empty(shape, dtype=torch.uint8)
         scales = weight.new_empty((shape[0], weight.shape[1] // BLOCK), dtype=torch.float8_e4m3fn)
         return Nvfp4Weight(empty, scales, global_scale)
-    return Nvfp4Weight(*_quantize_weight(weight, amax, global_scale, four_over_six), global_scale)
+    packed, scales = _quantize_weight(weight, shared, global_scale, four_over_six)
+    return Nvfp4Weight(packed, scales, global_scale)
 
 
 def dequantize(weight: Nvfp4Weight) -> Tensor:

@@ -1,4 +1,5 @@
-// nibble::nvfp4_quantize_weight and nibble::largest_magnitude on the CPU: reference.py with vector instructions.
+// nibble::nvfp4_quantize_weight and nibble::largest_magnitude on the CPU: reference.py with vector
+// instructions.
 #include "nibble/cpu.h"
 
 namespace nibble::cpu {
@@ -90,7 +91,11 @@ NIBBLE_FUNCTION float sum_of_pairs(const float* squares) {
 class FourOverSix {
  public:
   explicit FourOverSix(int64_t blocks)
-      : blocks_(blocks), scales_(blocks), packed_(blocks * kBlock / 2), six_(blocks * kPairs), four_(six_.size()) {}
+      : blocks_(blocks),
+        scales_(blocks),
+        packed_(blocks * kBlock / 2),
+        six_(blocks * kPairs),
+        four_(six_.size()) {}
 
   void encode(const float* x, const float* largest, float sixth, float global_scale, uint8_t* packed,
               uint8_t* scales) {
@@ -111,8 +116,8 @@ class FourOverSix {
   std::vector<float> six_, four_;
 };
 
-std::tuple<Tensor, Tensor> nvfp4_quantize_weight(const Tensor& input, const Tensor& amax, const Tensor& global_scale,
-                                                 bool four_over_six) {
+std::tuple<Tensor, Tensor> nvfp4_quantize_weight(const Tensor& input, const Tensor& amax,
+                                                 const Tensor& global_scale, bool four_over_six) {
   const Tensor x = torch::stable::contiguous(input);
   const Shape shape = shape_of(x, x.size(x.dim() - 1));
   check_scalar(amax, "amax");
