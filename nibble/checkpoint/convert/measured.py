@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from nibble.checkpoint.headers import TensorInfo
 from nibble.errors import ExitCode, NibbleError
 
 EVERY = 4  # of GPTQ's rows are read: 4,096 tokens
+LEAST = 2.0**-20  # a magnitude: servers take only scales above 0
 CACHE_PARTS = (("k_proj", "k_scale"), ("v_proj", "v_scale"))
 
 Parts = Mapping[str, tuple[Part, ...]]
@@ -127,8 +129,11 @@ def cache_layers(tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, str]]
 def cache_scales(
     tensors: Mapping[str, TensorInfo], caches: Sequence[tuple[float, float]]
 ) -> dict[str, tuple[str, float]]:
-    """(name, value) of a scale by the weight's tensor: the largest key, or value, becomes E4M3's
-    largest number.
+    """(name, value) of a scale by the weight's tensor: the smallest power of two with which E4M3
+    holds the largest key, or value.
+
+    E4M3 has the same relative error at every magnitude, except for the smallest numbers. So a power
+    of two errs at most as much as no scale, and another factor would move every rounding.
     """
     layers = cache_layers(tensors)
     if sorted(layers) != list(range(len(caches))):
@@ -143,5 +148,5 @@ def cache_scales(
     for number, names in layers.items():
         for weight, scale in names.items():
             most = caches[number][scale.endswith(".v_scale")]
-            found[weight] = (scale, max(most, 1e-6) / E4M3_MAX)
+            found[weight] = (scale, 2.0 ** math.ceil(math.log2(max(most, LEAST) / E4M3_MAX)))
     return found
