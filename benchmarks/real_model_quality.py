@@ -72,6 +72,8 @@ TABLE = {
     "llm-compressor GPTQ, largest magnitude": Row(("gptq",), library="llm_compressor"),
     "llm-compressor AWQ": Row(("awq",), library="llm_compressor"),
     "llm-compressor AWQ and GPTQ": Row(("awq_gptq",), library="llm_compressor"),
+    "llm-compressor SmoothQuant": Row(("smooth",), library="llm_compressor"),
+    "W4A4 llm-compressor SmoothQuant": Row(("smooth_w4a4",), "fp4", "llm_compressor"),
     "ModelOpt MSE of all E4M3 scales": Row(("mse",), library="modelopt"),
     "ModelOpt AWQ lite": Row(("awq_lite",), library="modelopt"),
     "llama.cpp Q4_0": Row(("Q4_0",), library="llama"),
