@@ -1,5 +1,5 @@
-"""pytest -p instant: prints a failure, and what a test recorded, when it happens. A step that reaches
-its time limit would otherwise not show it.
+"""pytest -p instant: prints a failure, and what a test recorded, when it happens. A step that
+reaches its time limit would otherwise not show it.
 """
 
 from __future__ import annotations

@@ -171,6 +171,12 @@ def test_the_checkpoint_grows_by_at_most_the_percentage(tmp_path: Path) -> None:
         assert torch.equal(tensors[f"{module}.weight"], source[f"{module}.weight"])
 
 
+def test_a_percentage_that_keeps_every_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NibbleError, match="every layer") as caught:
+        convert(str(DEMO), tmp_path / "x", "nvfp4", Wishes(keep_percent=300, texts=TEXTS * 80))
+    assert caught.value.code == ExitCode.USAGE and list(tmp_path.iterdir()) == []
+
+
 # --- words ----------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,12 @@ def measured(model: Original, dest: Path, parts: Parts, wishes: Wishes) -> Measu
         loaded = load(folder)
         kept = _sensitive(loaded, folder, model, parts, wishes) if wishes.keep_percent else []
         rest = _without(parts, kept)
+        if not rest:
+            raise NibbleError(
+                ExitCode.USAGE,
+                what=f"--keep-sensitive {wishes.keep_percent:g} leaves every layer in BF16",
+                expected="a smaller percentage",
+            )
         if wishes.activations != "fp4" and not wishes.fp8_cache:
             return Measured(rest, {}, {}, tuple(kept))
         rows = (
