@@ -2,25 +2,31 @@
 
     python benchmarks/host_floor.py --write /tmp/shapes [--shapes dense2 …]    write checkpoints
     python benchmarks/host_floor.py --models /tmp/shapes [--shapes dense2 …] [--streams 1 8 …]
-        [--out benchmarks/results/host_floor_h200.json]
+        [--gpus 2] [--drafts N] [--arrivals] [--out benchmarks/results/host_floor_h200.json]
 
 Shapes: `dense2` is Qwen3-8B's with two layers, `moe2` a mixture of 64 experts with two layers,
-`0.6b`, `4b` and `8b` are Qwen3's, `bf16` is a small one without NVFP4. `vllm serve` and
-`nibble serve` with default settings run at the same time on one GPU and answer in turns: 16 tokens
+`hybrid2` a layer of linear and one of full attention in BF16, `0.6b`, `4b` and `8b` are Qwen3's,
+`bf16` is a small one without NVFP4. `vllm serve` and `nibble serve` with default settings run at
+the same time on one GPU (`--gpus`: on several, each layer divided) and answer in turns: 16 tokens
 in, 768 out. The time is the median over the streams of (last - first token) / (tokens - 1), the
 better of two rounds. `steady_share` is the share of nibble's steps that ran from CUDA graphs as a
-whole, from its /metrics.
+whole, from its /metrics. `--drafts` lets both draft N tokens from the text before.
+
+`--arrivals` measures the time to the first token instead: 8 streams run, and 2 requests a second
+arrive with 256 tokens in and 64 out, for 20 s on each side in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -38,12 +44,15 @@ SHAPES = {
     "dense2": (4096, 12288, 2, 32, 8, 0),
     "bf16": (2048, 6144, 2, 16, 8, 0),
     "moe2": (2048, 768, 2, 32, 4, 64),
+    "hybrid2": (2048, 6144, 2, 16, 2, 0),
     "0.6b": (1024, 3072, 28, 16, 8, 0),
     "4b": (2560, 9728, 36, 32, 8, 0),
     "8b": (4096, 12288, 36, 32, 8, 0),
 }
 STREAMS = (1, 8, 16, 32, 64)
-TOKENS_IN, TOKENS_OUT, ROUNDS, START_S = 16, 768, 2, 400.0
+VOCABULARY = 151936
+TOKENS_IN, TOKENS_OUT, ROUNDS, START_S, STOP_S = 16, 768, 2, 400.0, 4.0
+RUNNING, ARRIVALS_PER_S, ARRIVAL_IN, ARRIVAL_OUT, ARRIVALS_S = 8, 2.0, 256, 64, 20.0
 PORTS = {"stock": 9101, "nibble": 9102}
 CONTROL_PORT = 9103
 
@@ -55,6 +64,9 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dense2"])
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--kv-bytes", type=int, default=8 << 30)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--arrivals", action="store_true")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -87,9 +99,12 @@ def write_shape(
     """A checkpoint with the demo's tokenizer and random weights."""
     from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
-    sizes = (hidden, intermediate, layers, heads, kv, 128, 151936, experts)
+    sizes = (hidden, intermediate, layers, heads, kv, 128, VOCABULARY, experts)
     form = "bf16" if folder.name == "bf16" else "modelopt"
-    write_checkpoint(folder, Shape(*sizes), form, w4a4=form != "bf16")
+    if folder.name == "hybrid2":
+        write_hybrid(folder, hidden, intermediate, heads, kv)
+    else:
+        write_checkpoint(folder, Shape(*sizes), form, w4a4=form != "bf16")
     for path in (ROOT / "models" / "nibble-demo-nvfp4").iterdir():
         if path.name.startswith("tokenizer") or path.suffix == ".jinja":
             shutil.copy(path, folder)
@@ -97,32 +112,80 @@ def write_shape(
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
+def write_hybrid(folder: Path, hidden: int, intermediate: int, heads: int, kv: int) -> None:
+    """Qwen3-Next's kinds of layers; vLLM expects experts in one of them."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0],
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
 def measure(model: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     servers: dict[str, subprocess.Popen[bytes]] = {}
+    refuse_taken_ports()
     try:
         for side in PORTS:
             servers[side] = start(side, model, options)
         for side, server in servers.items():
             wait_until_ready(PORTS[side], server)
-        for streams in options.streams:
-            yield row(model.name, streams)
+        if options.arrivals:
+            yield arrivals_row(model.name)
+        for streams in () if options.arrivals else options.streams:
+            yield row(model.name, streams) | {"gpus": options.gpus, "drafts": options.drafts}
     finally:
         for server in servers.values():
             server.send_signal(signal.SIGTERM)
+        end = time.monotonic() + STOP_S
         for server in servers.values():
-            try:
-                server.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(max(0.0, end - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # a lane's limit leaves a few seconds
+
+
+def refuse_taken_ports() -> None:
+    """A server that an earlier run left behind would be measured in place of a new one."""
+    for port in (*PORTS.values(), CONTROL_PORT):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise SystemExit(f"port {port} is in use: stop the server there first")
 
 
 def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     environ = dict(os.environ) | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    both = ["--tensor-parallel-size", str(options.gpus)] if options.gpus > 1 else []
+    if options.drafts:
+        drafts = {"method": "ngram", "num_speculative_tokens": options.drafts}
+        both += ["--speculative-config", json.dumps(drafts)]
     if side == "stock":
         words = ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         words += ["--served-model-name", "default", "--port", str(PORTS[side])]
         words += ["--gpu-memory-utilization", "0.4"]
         words += ["--kv-cache-memory-bytes", str(options.kv_bytes), "--max-model-len", "40960"]
+        if model.name == "hybrid2":  # vLLM's choice compiles for minutes at each start
+            words += ["--gdn-prefill-backend", "triton"]
         environ["VLLM_PLUGINS"] = ""
     else:
         words = ["-m", "nibble", "serve", str(model)]
@@ -133,8 +196,8 @@ def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Pop
             "GPU_MEMORY_UTIL": "0.4",
             "MAX_MODEL_LEN": "40960",
             "NIBBLE_KERNEL_ASSERTION": "warn",
-            "NIBBLE_STEP_GRAPH": "on",
         }
+    words += both
     log = (options.logs / f"{side}-{model.name}.log").open("wb")
     return subprocess.Popen(
         [sys.executable, *words], cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log,
@@ -178,6 +241,68 @@ def row(model: str, streams: int) -> dict[str, Any]:
     return found
 
 
+def arrivals_row(model: str) -> dict[str, Any]:
+    """The time to the first token of requests that arrive while others run."""
+    found: dict[str, list[float]] = {side: [] for side in PORTS}
+    for port in PORTS.values():
+        asyncio.run(arrivals(port, 4.0))  # compiles and captures
+    for number in range(ROUNDS):
+        for side in PORTS if number % 2 == 0 else reversed(PORTS):
+            found[side] += asyncio.run(arrivals(PORTS[side], ARRIVALS_S))
+    result: dict[str, Any] = {"model": model, "what": "time to the first token"}
+    for side, times in found.items():
+        result[f"{side}_ms"] = round(1e3 * statistics.median(times), 3)
+        result[f"{side}_p90_ms"] = round(1e3 * statistics.quantiles(times, n=10)[-1], 3)
+    result["requests"] = len(found["nibble"])
+    result["ratio"] = round(result["nibble_ms"] / result["stock_ms"], 3)
+    print(json.dumps(result), flush=True)
+    return result
+
+
+async def arrivals(port: int, seconds: float) -> list[float]:
+    """Seconds to the first token of each request that arrived."""
+    import aiohttp
+
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    rng = random.Random(1)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        running = [
+            asyncio.create_task(stream(session, url, 30000, number)) for number in range(RUNNING)
+        ]
+        await asyncio.sleep(1.0)
+        tasks, end = [], time.monotonic() + seconds
+        while time.monotonic() < end:
+            await asyncio.sleep(rng.expovariate(ARRIVALS_PER_S))
+            tasks.append(asyncio.create_task(first_token(session, url, rng)))
+        times = await asyncio.gather(*tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return times
+
+
+async def first_token(session: Any, url: str, rng: random.Random) -> float:
+    body = body_of([rng.randrange(300, 3000) for _ in range(ARRIVAL_IN)], ARRIVAL_OUT)
+    began, first = time.perf_counter(), 0.0
+    async with session.post(url, json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: {") and not first:
+                first = time.perf_counter() - began
+    return first
+
+
+def body_of(prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {
+        "model": "default",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+
+
 async def load(port: int, streams: int, tokens: int) -> float:
     """The median time between tokens, in ms."""
     import aiohttp
@@ -192,14 +317,7 @@ async def load(port: int, streams: int, tokens: int) -> float:
 
 async def stream(session: Any, url: str, tokens: int, seed: int) -> float:
     rng = random.Random(seed + 1000 * tokens)
-    body = {
-        "model": "default",
-        "prompt": [rng.randrange(300, 3000) for _ in range(TOKENS_IN)],
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-    }
+    body = body_of([rng.randrange(300, 3000) for _ in range(TOKENS_IN)], tokens)
     first = last = 0.0
     async with session.post(url, json=body) as response:
         response.raise_for_status()

@@ -1,12 +1,13 @@
-"""Speed of the decode kernel, compared with cuBLAS in BF16 and with vLLM's Marlin and Humming.
+"""Speed of nibble's products with NVFP4 weights beside cuBLAS in BF16, Marlin and Humming.
 
     python benchmarks/nvfp4_linear.py --out FILE [--shapes main|more|all] [--rows 1 2 4 ...]
-        [--without-vllm] [--divisions]
+        [--without-vllm] [--alternatives] [--divisions]
 
 Every implementation has several copies of a shape's weights, enough to fill the L2 cache four
 times, and one CUDA graph that multiplies by each copy once. The graphs replay alternately, and the
 median counts. Bytes are those of codes and scales (BF16: of the weight). The read bandwidth is
-torch.sum's over 2 GiB in the same run. --divisions measures every way to divide the decode kernel's
+torch.sum's over 2 GiB in the same run. --alternatives adds the decode kernel up to 64 rows, and the
+product with a dequantized weight. --divisions measures every way to divide the decode kernel's
 work, instead of the other implementations.
 """
 
@@ -24,7 +25,12 @@ from typing import Any
 
 import torch
 from machine import machine
-from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_dequantize_weight
+from nibble_kernels.nvfp4_linear.gpu import (
+    MAX_DECODE_ROWS,
+    nvfp4_decode_linear,
+    nvfp4_dequantize_weight,
+    nvfp4_weight_linear,
+)
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
 from torch import Tensor
 
@@ -41,8 +47,9 @@ MAIN = [
 ]
 MORE = [(8192, 5120), (5120, 6144), (28672, 4096), (4096, 14336), (248320, 5120)]
 SHAPES = {"main": MAIN, "more": MORE, "all": MAIN + MORE}
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 GLOBAL_SCALE = 0.01
+DECODE = "decode kernel"
 ROUNDS = 15
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,6 +64,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=SHAPES, default="main")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--without-vllm", action="store_true")
+    parser.add_argument("--alternatives", action="store_true")
     parser.add_argument("--divisions", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -83,7 +91,8 @@ def measure(options: argparse.Namespace) -> None:
         if options.divisions:
             found = every_division(shape, options.rows, read)
         else:
-            found = side_by_side(shape, options.rows, read, not options.without_vllm)
+            products = implementations(shape, not options.without_vllm, options.alternatives)
+            found = side_by_side(shape, options.rows, read, products)
         for row in found:
             results.append(row)
             print(json.dumps(row), flush=True)
@@ -92,16 +101,19 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def side_by_side(
-    shape: tuple[int, int], batches: list[int], read: float, with_vllm: bool
+    shape: tuple[int, int], batches: list[int], read: float, products: dict[str, list[Product]]
 ) -> Iterator[dict[str, Any]]:
     """A row for each batch: µs, GB/s, share of the read bandwidth, ratio to each other
     implementation.
     """
-    products = implementations(shape, with_vllm)
     for batch in batches:
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
         times = interleaved(
-            {name: [partial(call, x) for call in calls] for name, calls in products.items()}
+            {
+                name: [partial(call, x) for call in calls]
+                for name, calls in products.items()
+                if name != DECODE or batch <= MAX_DECODE_ROWS
+            }
         )
         yield row_of(shape, batch, times, read)
 
@@ -157,12 +169,14 @@ def random_weight(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[Product]]:
+def implementations(
+    shape: tuple[int, int], with_vllm: bool, with_alternatives: bool = False
+) -> dict[str, list[Product]]:
     """Calls on x, one for each copy of the weight."""
     weights = copies(shape)
     found: dict[str, list[Product]] = {
         "nibble": [
-            lambda x, weight=weight: nvfp4_decode_linear(x, weight, GLOBAL_SCALE)
+            lambda x, weight=weight: nvfp4_weight_linear(x, weight, GLOBAL_SCALE)
             for weight in weights
         ]
     }
@@ -174,6 +188,21 @@ def implementations(shape: tuple[int, int], with_vllm: bool) -> dict[str, list[P
     found["cublas bf16"] = [
         lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in dense
     ]
+    if with_alternatives:
+        found[DECODE] = [
+            lambda x, weight=weight: nvfp4_decode_linear(x, weight, GLOBAL_SCALE)
+            for weight in weights
+        ]
+        found["dequantized"] = [
+            lambda x, weight=weight: torch.addmm(
+                x.new_empty(1),
+                x,
+                nvfp4_dequantize_weight(weight, shape[1], x).T,
+                beta=0,
+                alpha=GLOBAL_SCALE,
+            )
+            for weight in weights
+        ]
     if with_vllm:
         found |= vllm_kernels(shape, len(weights))
     return found

@@ -4,11 +4,11 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# The script's model, unless the user names another in MODEL, HF_MODEL or the first argument.
+# The script's model, unless the user names another in MODEL, HF_MODEL, MODEL_PATH or the first argument.
 model=(ig1/Qwen3.5-27B-NVFP4)
 if [[ -n "${NIBBLE_SCRIPT_MODEL:-}" ]]; then model=("$NIBBLE_SCRIPT_MODEL"); fi
 unset NIBBLE_SCRIPT_MODEL
-if [[ -n "${MODEL:-}${HF_MODEL:-}" || "${1:--}" != -* ]]; then model=(); fi
+if [[ -n "${MODEL:-}${HF_MODEL:-}${MODEL_PATH:-}" || "${1:--}" != -* ]]; then model=(); fi
 
 if [[ -x "$here/.venv/bin/nibble" ]]; then
   exec "$here/entrypoint.sh" serve "${model[@]}" "$@"
@@ -23,7 +23,7 @@ fi
 gpus=(--gpus all --ipc host)
 if [[ $target == cpu ]]; then gpus=(); fi
 # Only names: docker reads the values itself, so that no secret appears in a command line.
-mapfile -t names < <(compgen -e | grep -E '^(MODEL|HF_|PORT$|GPU_MEMORY_UTIL|MAX_|TENSOR_|NIBBLE_|VLLM_|NCCL_|PYTORCH_|NUM_GPUS|CUTE_WO)' || true)
+mapfile -t names < <(compgen -e | grep -E '^(MODEL|HF_|PORT$|GPU_MEM|MAX_|TENSOR_|TP$|DTYPE$|QUANTIZATION$|ATTENTION_BACKEND$|NIBBLE_|VLLM_|NCCL_|PYTORCH_|NUM_GPUS|CUTE_WO)' || true)
 exec docker run --rm "${gpus[@]}" "${names[@]/#/--env=}" --stop-timeout 60 \
   --publish "127.0.0.1:${PORT:-8000}:${PORT:-8000}" --volume nibble-cache:/var/cache/nibble \
   --volume "${HF_HOME:-$HOME/.cache/huggingface}:/root/.cache/huggingface" "$image" serve "${model[@]}" "$@"

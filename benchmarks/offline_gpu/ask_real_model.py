@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 URL = "http://127.0.0.1:9201"
-START_S, REQUESTS = 240.0, 16
+START_S, REQUESTS = 420.0, 16
 QUESTIONS = (
     "What is the capital of France?",
     "Name three colours.",

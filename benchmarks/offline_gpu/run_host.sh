@@ -1,17 +1,29 @@
 #!/usr/bin/env bash
-# Steps from CUDA graphs: equal answers, then time between tokens against vLLM.
-# The canary is off: vLLM's products of W4A4 are not reproducible, and random weights amplify this.
+# Time between tokens and to the first token beside stock vLLM, on the first GPU.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-export CUDA_VISIBLE_DEVICES=0 VLLM_NO_USAGE_STATS=1 NIBBLE_CANARY=off NIBBLE_REFERENCE=off
+# The lanes host, equal and canary have separate cores.
+taskset -p -c "0-$(($(nproc) * 3 / 8 - 1))" $$
+export CUDA_VISIBLE_DEVICES=0 VLLM_NO_USAGE_STATS=1 NIBBLE_CANARY=warn NIBBLE_REFERENCE=off VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p /tmp/shapes
 floor=(python3 benchmarks/host_floor.py)
-step write 120 "${floor[@]}" --write /tmp/shapes --shapes dense2 bf16
-step write_more 200 "${floor[@]}" --write /tmp/shapes --shapes 0.6b moe2 &
-step equal_bf16 300 python3 benchmarks/step_graph_equality.py --model /tmp/shapes/bf16 --passes off on inputs --out /tmp/R/equal_bf16.json
-wait
-for shape in dense2 0.6b moe2; do
-  step "floor_${shape}" 300 "${floor[@]}" --models /tmp/shapes --shapes "${shape}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/floor_${shape}.json"
+for shape in 8b 4b 0.6b; do
+  (
+    step "write_${shape}" 300 "${floor[@]}" --write "/tmp/begun_${shape}" --shapes "${shape}"
+    mv "/tmp/begun_${shape}/${shape}" /tmp/shapes/
+  ) &
 done
+measure() {
+  local name=$1 shape=$2
+  shift 2
+  until [[ -e /tmp/shapes/${shape}/config.json ]]; do sleep 0.5; done
+  step "${name}" 480 "${floor[@]}" --models /tmp/shapes --shapes "${shape}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/${name}.json" "$@"
+}
+measure arrivals_8b 8b --arrivals
+measure floor_8b 8b --streams 1 8 16
+measure floor_hybrid2 hybrid2 --streams 1 8 16 32
+measure floor_4b 4b --streams 1 8 16
+measure floor_0.6b 0.6b --streams 1 8 16
+measure floor_dense2 dense2
 touch /tmp/R/host.done

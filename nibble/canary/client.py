@@ -20,6 +20,9 @@ KWARGS = "chat_template_kwargs"
 # The model's generation_config.json may set other values, and a penalty changes which token is
 # the most probable one.
 PLAIN = {"temperature": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+# /v1/completions names the most probable tokens by their text. Tokens with one text, such as parts
+# of a character, would become one entry, and the runner-up would be missing.
+BY_ID = {"return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Asker:
         """
         body = {"max_tokens": tokens, "return_token_ids": True, **PLAIN, **more}
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            choice, ids = self._choice("/v1/completions", body | {"prompt": prompt, "logprobs": 2})
+            text = {"prompt": prompt, "logprobs": 2, **BY_ID}
+            choice, ids = self._choice("/v1/completions", body | text)
             logprobs = choice["logprobs"]
             tops = [sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"]]
             chosen = [number(value) for value in logprobs["token_logprobs"]]

@@ -227,7 +227,7 @@ def make_budget(
     gpus_per_model: int,
     replicas: int,
     ranks_here: int,
-    has_graphs: bool,
+    graphs_bytes: int,
     kv_cache_bytes: int | None,
 ) -> Budget:
     """Combine the available memory with what the model needs. `kv_cache_bytes` is for one device,
@@ -250,7 +250,7 @@ def make_budget(
         reserve_bytes=reserved,
         reserve_reason=reason,
         engine_bytes=target.memory.engine_bytes * ranks,
-        graphs_bytes=target.memory.graphs_bytes if has_graphs else 0,
+        graphs_bytes=graphs_bytes,
         workspace_bytes=target.memory.workspace_bytes * ranks,
         weights_bytes=weights and weights * ranks,
         sequence_bytes=sequence and sequence * ranks,

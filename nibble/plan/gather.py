@@ -11,7 +11,12 @@ from typing import Any
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.chat_template import chat_template
 from nibble.engine.flags import check_flags, read_flags, split_words
-from nibble.engine.installed import compiled_id, missing_gpu_kernels, vllm_version
+from nibble.engine.installed import (
+    compiled_id,
+    missing_gpu_kernels,
+    missing_plugin,
+    vllm_version,
+)
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.packaged import DEFAULT_MODEL, EMBEDDED_MODEL, PACKAGED, packaged_here
@@ -164,9 +169,15 @@ def plan_for(
         without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(request.environ),
         shm_free_bytes=None if hardware.assumed else shm_free_bytes(),
         chat_template=chat_template(checkpoint.path) if checkpoint and checkpoint.path else "",
+        without_plugin="" if hardware.assumed else _missing_plugin(request.environ),
         without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(request.environ),
     )
     return make_plan(inputs)
+
+
+def _missing_plugin(environ: Mapping[str, str]) -> str:
+    missing = missing_plugin(environ)
+    return missing[0] if missing else ""
 
 
 def _is_demo(folder: Path | None) -> bool:

@@ -56,6 +56,7 @@ class PlanInputs:
     without_cpp_compiler: bool = False  # on the CPU torch.compile needs one
     shm_free_bytes: int | None = None  # in /dev/shm; None: another machine, or no /dev/shm
     chat_template: str = ""  # of the model's folder; empty: none, or not on this disk
+    without_plugin: str = ""  # why vLLM will not load nibble's plugin here; empty if unknown
     without_gpu_kernels: str = ""  # why nibble's kernels cannot run here; empty if unknown
 
     @property

@@ -15,19 +15,12 @@ from nibble.plan.choice import Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
-from nibble.plan.startup import SPECULATIVE
 from nibble.recipes.rules import in_effect
 
-# Rows of a product. Up to MOST_ROWS nibble's kernel was faster in every measured product; with
-# TOO_MANY_ROWS it was slower on average.
-MOST_ROWS, TOO_MANY_ROWS = 16, 24
-CROSSOVER = (
-    f"on an H200 nibble's kernel is faster than vLLM's choice up to {MOST_ROWS} rows and slower"
-    f" with {TOO_MANY_ROWS} (benchmarks/results/nvfp4_linear_h200.json)"
-)
-# Targets on which nibble's kernel has run. They have no FP4 products, so W4A4 is served
+# Targets on which nibble's kernels have run. They have no FP4 products, so W4A4 is served
 # weight-only.
 TARGETS = ("hopper",)
+FOR_ALL_ROWS = "nibble's kernels take any number of rows (docs/kernels/nvfp4_linear.md)"
 # Of a weight's rows on each GPU: kernels/src/nibble_kernels/nvfp4_linear/weight.py.
 ROW_MULTIPLE = 8
 
@@ -58,11 +51,7 @@ def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choi
             INVARIANT,
             "vLLM's only W4A4 kernel with a fixed order of additions here is its slow emulation",
         )
-    rows = rows_of_a_step(checkpoint, values)
-    if rows is None:
-        return Choice("vllm", source, f"vLLM decides the rows of a decode step; {CROSSOVER}")
-    kernel = "nibble" if rows <= MOST_ROWS else "vllm"
-    return Choice(kernel, source, f"a decode step has up to {rows} rows; {CROSSOVER}")
+    return Choice("nibble", source, FOR_ALL_ROWS)
 
 
 def _may_be_nvfp4(checkpoint: Checkpoint | None) -> bool:
@@ -89,32 +78,8 @@ def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Ch
     return {FLAG: Choice({CONFIG_KEY: {"linear_kernel": "nibble"}}, chosen.source, REASON)}
 
 
-def rows_of_a_step(checkpoint: Checkpoint | None, args: Mapping[str, Any]) -> int | None:
-    """The most rows of a decode step: one token and its drafts for each sequence. None if vLLM
-    decides the number, and for diffusion models, whose steps are whole canvases.
-    """
-    sequences, drafts = args.get("--max-num-seqs"), _drafts(args)
-    is_diffusion = checkpoint is not None and checkpoint.config.get("canvas_length") is not None
-    if sequences is None or drafts is None or is_diffusion or "--diffusion-config" in args:
-        return None
-    return int(sequences) * (1 + drafts)
-
-
-def _drafts(args: Mapping[str, Any]) -> int | None:
-    """Tokens drafted for each sequence; None if only the draft's configuration has the number."""
-    if not any(name in args for name in SPECULATIVE):
-        return 0
-    config = args.get("--speculative-config")
-    speculative = config if isinstance(config, Mapping) else {}
-    keys = {name.replace("-", "_"): value for name, value in speculative.items()}
-    drafts = args.get("--spec-tokens", keys.get("num_speculative_tokens"))
-    return None if drafts is None else int(drafts)
-
-
 def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
-    """Why `auto` does not take nibble's kernel, regardless of the rows; empty if nothing prevents
-    it.
-    """
+    """Why `auto` does not take nibble's kernel; empty if nothing prevents it."""
     checkpoint, target = inputs.checkpoint, inputs.target
     if target.name not in TARGETS:
         return f"nibble's kernel is tested only on {' and '.join(TARGETS)}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
 from nibble.plan.choice import Choice, Choices, Layer
 from nibble.plan.inputs import PlanInputs
+from nibble.plan.step_graph import planned_bytes
 from nibble.plan.topology import Topology
 from nibble.settings.declare import token_count
 
@@ -75,7 +76,7 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
         gpus_per_model=gpus,
         replicas=replicas,
         ranks_here=topology.ranks_here,
-        has_graphs=inputs.target.device == "cuda" and not _is_eager(args),
+        graphs_bytes=_graphs_bytes(inputs, args),
         kv_cache_bytes=int(kv_choice.value) if kv_choice else None,
     )
 
@@ -94,6 +95,12 @@ def _cap(inputs: PlanInputs, args: Mapping[str, Choice]) -> float | None:
     if UTILIZATION in args:
         return float(args[UTILIZATION].value)
     return None if is_shared(inputs.target) else DEFAULT_UTILIZATION
+
+
+def _graphs_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
+    if inputs.target.device != "cuda" or _is_eager(args):
+        return 0
+    return inputs.target.memory.graphs_bytes + planned_bytes(inputs.checkpoint, args)
 
 
 def _is_eager(args: Mapping[str, Choice]) -> bool:

@@ -34,6 +34,7 @@ from nibble.plan.rules import refuse_known_risks, weigh_risks
 from nibble.plan.server import model_argument, served_names
 from nibble.plan.situation import Decider, Decision, Situation
 from nibble.plan.startup import fast_start_flags
+from nibble.plan.step_graph import choose_step_graph, step_graph_flags
 from nibble.plan.topology import replicas_here, topology_flags
 from nibble.plan.validate import (
     TURBOQUANT_COST,
@@ -130,6 +131,11 @@ def _linear_kernel(situation: Situation) -> Decision:
     return Decision(linear_kernel_flags(kernel, situation.flags), linear_kernel=kernel)
 
 
+def _step_graph(situation: Situation) -> Decision:
+    chosen = choose_step_graph(situation.inputs, situation.flags)
+    return Decision(step_graph_flags(chosen, situation.flags), step_graph=chosen)
+
+
 def _quantized_layers(situation: Situation) -> Decision:
     return Decision(quantization_override(situation.inputs.checkpoint, situation.flags))
 
@@ -190,6 +196,7 @@ DECIDERS: tuple[Decider, ...] = (
     weigh_risks,
     yield_to_our_kernels,
     _linear_kernel,
+    _step_graph,
     _quantized_layers,
     _load_check,
     _prompt_chunk,
@@ -268,6 +275,8 @@ def _choices(situation: Situation) -> Choices:
     choices = {"target": inputs.target_choice, **choices, "recipe": _recipe_choice(inputs)}
     if situation.linear_kernel is not None:
         choices["linear_kernel"] = situation.linear_kernel
+    if situation.step_graph is not None:
+        choices["step_graph"] = situation.step_graph
     return {**choices, "reference": choose_reference(inputs, situation.flags)}
 
 

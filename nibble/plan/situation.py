@@ -25,6 +25,7 @@ class Situation:
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
     linear_kernel: Choice | None = None
+    step_graph: Choice | None = None
     memory: MemoryPlan | None = None
 
     @property
@@ -58,6 +59,7 @@ class Situation:
             rules=(*self.rules, *decision.rules),
             notices=(*self.notices, *decision.notices),
             linear_kernel=decision.linear_kernel or self.linear_kernel,
+            step_graph=decision.step_graph or self.step_graph,
             memory=decision.memory or self.memory,
         )
 
@@ -70,6 +72,7 @@ class Decision:
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
     linear_kernel: Choice | None = None
+    step_graph: Choice | None = None
     memory: MemoryPlan | None = None
 
 

@@ -114,6 +114,11 @@ DEAD_VARIABLES: Mapping[str, Successor] = {
     "VLLM_USE_V1": Successor(
         lambda value: {} if value.strip() == "1" else None, "vLLM has only the V1 engine"
     ),
+    # Of serve scripts; vLLM never read these.
+    "ATTENTION_BACKEND": Successor(lambda value: {"--attention-backend": value.upper()}),
+    "DTYPE": Successor(lambda value: {"--dtype": value}),
+    "QUANTIZATION": Successor(lambda value: {"--quantization": value}),
+    "VLLM_PYTHON": _gone("nibble runs the vLLM beside it"),
     "VLLM_NVFP4_SPARSE_V7": _gone("vLLM has no 2:4 sparse NVFP4 kernel"),
     "VLLM_RPC_TIMEOUT": _gone("vLLM 0.32 has no multiprocessing front end"),
     "VLLM_MEMORY_PROFILE_INCLUDE_ATTN": _gone("memory profiling always includes attention"),

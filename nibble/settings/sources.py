@@ -204,7 +204,7 @@ def _reject_two_models(cli: Mapping[str, Any], from_env: Mapping[str, Any]) -> N
             ExitCode.CONFIG,
             what=what,
             expected="one model",
-            action="unset MODEL and HF_MODEL or drop the argument",
+            action="unset MODEL, HF_MODEL and MODEL_PATH or drop the argument",
         )
 
 

@@ -1,5 +1,5 @@
-"""The decode kernels' own sources (nvfp4_linear and nvfp4_moe) without a GPU: compiled by g++, a
-thread for each lane of a block.
+"""The decode kernels' own sources (nvfp4_linear and nvfp4_moe) without a GPU: compiled by g++,
+with lanes that take turns.
 
 Only the instructions are stood in for (emulator/nibble/tensor_core.cuh), as PTX describes them.
 Runs where each lane reads and writes, the order of x, both forms of operands with and without the

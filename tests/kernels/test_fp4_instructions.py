@@ -196,6 +196,27 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
             assert len(re.findall(rf"F2FP\.F16\.{unpack}\.UNPACK_B", body)) >= 32, name
 
 
+@pytest.mark.parametrize(
+    "arch",
+    ["120f", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("90a", "100f", "121a"))],
+)
+def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for: Compiler) -> None:
+    """Four pieces of a tile, two products of each and strip; their sums stay in registers."""
+    _, cubin = compile_for(arch, "nvfp4_linear/warpgroup.cu")
+    forms = [one for one in sass_functions(cubin) if "multiply" in one[0]]
+    assert len(forms) == 22  # two types, four forms, three ways to share but for the last form
+    for name, body in forms:
+        strips = re.search(r"FormILj\d+ELj\d+ELj(\d)E", name)
+        products = [found.start() for found in re.finditer(r"\bHGMMA\.64x", body)]
+        assert strips and len(products) == (8 * int(strips[1]) if arch == "90a" else 0), name
+        if not products:
+            continue
+        loop = body[products[0] : products[-1]]
+        assert not re.search(r"\b(LDL|STL)\b", loop), name
+        for instruction in ("UTMALDG", "UBLKCP", "ACQBULK", "PREEXIT"):
+            assert instruction in body, (name, instruction)
+
+
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
     """ptxas 13.0 refuses the instruction for sm_120 without f or a; the sources compile for it all
     the same.

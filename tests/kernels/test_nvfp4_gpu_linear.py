@@ -222,10 +222,10 @@ def test_a_batch_invariant_prompt_is_multiplied_as_its_last_token_is(device: str
     """By the decode kernel, which rounds gate and up once; torch's product, for as many rows
     otherwise, does so twice.
     """
-    from nibble_kernels.nvfp4_linear.gpu import MAX_DECODE_ROWS, nvfp4_weight_linear
+    from nibble_kernels.nvfp4_linear.gpu import MAX_WARPGROUP_ROWS, nvfp4_weight_linear
 
     weight = prepared(device, *packed_weight(272, 512))
-    x = activations(MAX_DECODE_ROWS + 1, 512, torch.bfloat16)
+    x = activations(MAX_WARPGROUP_ROWS + 1, 512, torch.bfloat16)
     decoded = decode(x, weight, silu_mul=True, batch_invariant=True)
     found = [
         nvfp4_weight_linear(

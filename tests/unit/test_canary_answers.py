@@ -384,6 +384,23 @@ class Refusing(Asker):
         self.api = SimpleNamespace(call=lambda path, body=None, timeout_s=5.0: answer)  # type: ignore[assignment]
 
 
+def test_tokens_with_one_text_are_told_apart() -> None:
+    """vLLM's /v1/completions answers {text: log-prob}: parts of a character have one text."""
+
+    def call(path: str, body: Any, timeout_s: float = 5) -> tuple[int, bytes]:
+        by_id = body.get("return_tokens_as_token_ids")
+        names = ("token_id:8", "token_id:9") if by_id else ("\ufffd", "\ufffd")
+        top = dict(zip(names, (-0.5, -0.6), strict=True))
+        logprobs = {"token_logprobs": [-0.5], "top_logprobs": [top]}
+        choice = {"text": "x", "token_ids": [8], "prompt_token_ids": [1], "logprobs": logprobs}
+        return 200, json.dumps({"choices": [choice]}).encode()
+
+    asker = Refusing((200, b""))
+    asker.api = SimpleNamespace(call=call)  # type: ignore[assignment]
+    answer = asker.answer("Hello", 1)
+    assert (answer.best, answer.runner_up) == ((-0.5,), (-0.6,))
+
+
 def test_nothing_is_sampled_where_it_would_end_the_engine() -> None:
     class Greedy(Scripted):
         def answer(self, prompt: Any, tokens: int, **more: Any) -> Answer:

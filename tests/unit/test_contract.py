@@ -56,7 +56,7 @@ def test_options_have_the_values_of_the_settings_and_of_the_operators() -> None:
         assert offered - {"auto"} == set(get_args(kind)), name
         # nibble passes on what is not the default: the plugin's own default must be the same.
         default = Settings.model_fields[name].default
-        of_auto = {"linear_kernel": "vllm", "compact_json": "off"}
+        of_auto = {"linear_kernel": "vllm", "compact_json": "off", "step_graph": "off"}
         assert getattr(Options(), name) == of_auto.get(name, default), name
     assert get_args(Mode) == get_args(contract.ScaleMode)
 

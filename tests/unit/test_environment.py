@@ -12,6 +12,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.settings.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
 from nibble.settings.options import options
+from nibble.settings.sources import load_settings
 from tests.support.refusals import refusal_of
 
 KNOWN = load_schema().envs
@@ -137,6 +138,9 @@ def test_every_translation_is_a_flag_and_choice_of_the_pinned_vllm(name: str) ->
     values = {
         "VLLM_NVFP4_GEMM_BACKEND": ("cutlass", "marlin"),
         "VLLM_ATTENTION_BACKEND": ("FLASHINFER", "TRITON_ATTN"),
+        "ATTENTION_BACKEND": ("FLASHINFER", "TRITON_ATTN"),
+        "DTYPE": ("bfloat16", "auto"),
+        "QUANTIZATION": ("modelopt_fp4", "compressed-tensors"),
         "VLLM_FLASHINFER_MOE_BACKEND": ("throughput", "latency"),
     }.get(name, ("0", "1"))
     for value in values:
@@ -147,6 +151,40 @@ def test_every_translation_is_a_flag_and_choice_of_the_pinned_vllm(name: str) ->
                 else [schema.check_value(flag, content)]
             )
             assert not [problem for problem in problems if problem], value
+
+
+def test_every_variable_of_a_serve_script_for_rtx_pro_6000_takes_effect_or_is_refused() -> None:
+    """The names that serve_glm47_nvfp4_vllm.sh reads; HF_HUB_OFFLINE is huggingface_hub's."""
+    script = {
+        "MODEL_PATH": "/models/glm",
+        "TP": "4",
+        "GPU_MEM_UTIL": "0.80",
+        "DTYPE": "bfloat16",
+        "QUANTIZATION": "modelopt_fp4",
+        "ATTENTION_BACKEND": "triton_attn",
+    }
+    accepted = accept(script, KNOWN, in_image=False)
+    assert accepted.flags == {
+        "--dtype": "bfloat16",
+        "--quantization": "modelopt_fp4",
+        "--attention-backend": "TRITON_ATTN",
+    }
+    assert len(accepted.notices) == 3
+    settings = load_settings({}, accepted.environ).settings
+    assert settings.model == "/models/glm"
+    assert settings.tensor_parallel_size == 4 and settings.gpu_memory_util == 0.8
+    assert "VLLM_PYTHON" in failure({"VLLM_PYTHON": "/usr/bin/python3"}).line()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("TENSOR_PARALLEL_SIZE", "TP"), ("GPU_MEMORY_UTIL", "GPU_MEM_UTIL"), ("MODEL", "MODEL_PATH")],
+)
+def test_two_names_of_one_option_must_agree(first: str, second: str) -> None:
+    with pytest.raises(NibbleError) as caught:
+        load_settings({}, {first: "1", second: "0.5"})
+    assert caught.value.code == ExitCode.CONFIG
+    assert first in caught.value.line() and second in caught.value.line()
 
 
 @pytest.mark.parametrize(

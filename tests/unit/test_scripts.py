@@ -70,6 +70,7 @@ def test_a_script_serves_its_own_model(script: str) -> None:
 @needs_venv
 def test_another_model_may_be_named_by_variable_or_argument() -> None:
     assert "acme/other" in run("serve.sh", HF_MODEL="acme/other").stderr
+    assert "acme/other" in run("serve.sh", MODEL_PATH="acme/other").stderr
     assert "acme/other" in run("serve-nemotron.sh", "acme/other").stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,27 @@ from nibble.engine.plugin.step_graph.qualify import (
     refusal_of_schedule,
     sampling_of,
 )
+from nibble.engine.step_graph_memory import (
+    LEAST_RELEASED,
+    MOST_REQUESTS,
+    MOST_SAMPLERS,
+    action_before_capture,
+    step_graph_bytes,
+)
 from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.step_graph import RIGHT
 from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
+LINEAR_ATTENTION = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "full_attention_interval": 2,
+}
 
 
 def schedule(**changed: Any) -> SimpleNamespace:
@@ -66,7 +83,6 @@ def test_one_token_for_each_request_is_steady_also_when_others_end() -> None:
         ("drafts", {"num_spec_tokens_to_schedule": 3}),
         ("encoder", {"scheduled_encoder_inputs": {"a": [0]}}),
         ("encoder", {"free_encoder_mm_hashes": ["x"]}),
-        ("cache_blocks", {"new_block_ids_to_zero": [4]}),
         ("cache_blocks", {"kv_cache_block_copies": [object()]}),
         ("grammar", {"has_structured_output_requests": True}),
         ("prefill", {"num_scheduled_tokens": {"a": 1, "b": 9}, "total_num_scheduled_tokens": 10}),
@@ -232,17 +248,99 @@ def test_metrics_have_the_counts_by_path_and_reason(
 # --- the option -----------------------------------------------------------------------------------
 
 
-def test_the_option_reaches_the_plugin_and_its_default_is_not_written(tmp_path: Path) -> None:
-    model = write_checkpoint(
+def planned(model: Path, target: str, *words: str, **environ: str) -> tuple[str, str]:
+    """The choice with its reason; what the plugin is told agrees."""
+    wishes = read_wishes([str(model), "--target", target, *words], environ)
+    found = plan_for(wishes)
+    config = {name: choice.value for name, choice in found.args.items()}.get(FLAG) or {}
+    choice = found.choices.get("step_graph")
+    told = config.get("nibble", {}).get("step_graph", "off")
+    assert told == (choice.value if choice else "off")
+    return told, choice.reason if choice else ""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(
         tmp_path / "m", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4}
     )
 
-    def asked(target: str, *words: str, **environ: str) -> str | None:
-        wishes = read_wishes([str(model), "--target", target, *words], environ)
-        config = {name: choice.value for name, choice in plan_for(wishes).args.items()}.get(FLAG)
-        return (config or {}).get("nibble", {}).get("step_graph")
 
-    assert asked("hopper") is None
-    assert asked("hopper", NIBBLE_STEP_GRAPH="on") == "on"
-    assert asked("hopper", "--step-graph", "on") == "on"
-    assert asked("sm120", "--step-graph", "off") is None
+def test_hopper_has_steps_from_graphs_and_the_plan_says_why(model: Path) -> None:
+    for words in ((), ("--step-graph", "auto")):
+        assert planned(model, "hopper", *words) == ("on", RIGHT)
+    assert planned(model, "hopper", NIBBLE_STEP_GRAPH="off") == ("off", "set by the user")
+    assert planned(model, "cpu") == ("off", "")
+    for target in ("gb10", "sm120", "b200"):
+        assert planned(model, target)[1] == "steps from graphs are tested only on hopper"
+        assert planned(model, target, "--step-graph", "on") == ("on", "set by the user")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--enforce-eager",), "vLLM's path runs all steps without CUDA graphs"),
+        (("--enable-lora",), "vLLM's path runs all steps with adapters"),
+        (("--spec-method", "mtp"), "vLLM's path runs all steps with speculative decoding"),
+        (("--tensor-parallel-size", "2"), "not tested with tensor parallelism"),
+        (("--pipeline-parallel-size", "2"), "not tested with pipeline parallelism"),
+        (("--data-parallel-size", "2"), "not tested with data parallelism"),
+    ],
+)
+def test_flags_that_rule_graphs_out_are_named(
+    model: Path, words: tuple[str, ...], what: str
+) -> None:
+    told, why = planned(model, "hopper", "--num-gpus", "2", *words)
+    assert told == "off" and why.endswith(what)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"model_type": "qwen3_next"} | LINEAR_ATTENTION, "recurrent state"),
+        ({"model_type": "gemma2", "sliding_window": 64}, "sliding windows"),
+        ({"model_type": "other", "architectures": ["OtherForCausalLM"]}, "OtherForCausalLM"),
+    ],
+)
+def test_models_that_have_not_run_take_vllms_path_unless_the_user_asks(
+    tmp_path: Path, config: dict[str, Any], what: str
+) -> None:
+    untested = write_checkpoint(
+        tmp_path / "u", tensors("nvfp4"), {"quantization_config": MODELOPT_NVFP4} | config
+    )
+    assert planned(untested, "hopper") == ("off", f"steps from graphs are not tested with {what}")
+    assert planned(untested, "hopper", "--step-graph", "on") == ("on", "set by the user")
+
+
+def test_a_checkpoint_that_is_not_here_yet_is_not_decided_about() -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
+    found = plan_for(read_wishes(["acme/x-NVFP4", "--target", "hopper"], offline))
+    assert found.choices["step_graph"].reason == "the checkpoint is unknown until pull"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_the_plan_reserves_what_the_graphs_may_take(model: Path) -> None:
+    def graphs(*words: str) -> int:
+        wishes = read_wishes([str(model), "--target", "hopper", *words], {})
+        return plan_for(wishes).budget.graphs_bytes
+
+    without = graphs("--step-graph", "off")
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    assert graphs("--max-num-seqs", "8") - without == step_graph_bytes(8, vocabulary)
+    assert graphs() - without == step_graph_bytes(None, vocabulary)
+    assert graphs("--enforce-eager") == 0
+
+
+def test_graph_memory_grows_with_requests_and_vocabulary_up_to_a_limit() -> None:
+    assert step_graph_bytes(8, 1000) < step_graph_bytes(9, 1000) < step_graph_bytes(9, 2000)
+    assert step_graph_bytes(1024, 1000) == step_graph_bytes(MOST_REQUESTS, 1000)
+    assert step_graph_bytes(None, None) < 1 << 30
+
+
+def test_captures_end_or_replace_others_at_the_limit() -> None:
+    assert action_before_capture(20, 99, 100) == "capture"
+    assert action_before_capture(20, 100, 100) == "release"
+    assert action_before_capture(LEAST_RELEASED - 1, 100, 100) == "stop"
+    assert action_before_capture(MOST_SAMPLERS, 0, 100) == "release"

@@ -76,24 +76,27 @@ class Graphs:
         self.calls: list[tuple[Any, ...]] = []
         self.changes = SimpleNamespace(has_room=lambda rows: True, send=self._send)
         self.fails: set[str] = set()
-        self.rare = 1
+        self.rare, self.is_full = 1, False
         self.of = {n: SimpleNamespace(n=n, samplers={}, batch=SimpleNamespace()) for n in (1, 2)}
 
     def size(self, requests: int) -> Any:
         return self.of.get(requests)
 
-    def capture_inputs(self, size: Any) -> None:
+    def capture_inputs(self, size: Any) -> bool:
         if "inputs" in self.fails:
             raise RuntimeError("capture")
+        return not self.is_full
 
     def is_rare(self, size: Any, sampling: Any) -> bool:
         self.rare -= sampling not in size.samplers
         return self.rare >= 0 and sampling not in size.samplers
 
-    def capture_sampler(self, size: Any, sampling: Any) -> None:
+    def capture_sampler(self, size: Any, sampling: Any) -> bool:
         if "sampler" in self.fails:
             raise RuntimeError("capture")
-        size.samplers[sampling] = object()
+        if not self.is_full:
+            size.samplers[sampling] = object()
+        return not self.is_full
 
     def send_slots(self, size: Any, slots: np.ndarray, ids: list[str]) -> None:
         self.calls.append(("slots", slots.tolist(), ids))
@@ -200,6 +203,115 @@ def test_a_failed_capture_leaves_the_step_to_vllm(
     assert found[-1] == found[-2] == then and runner._to_sample is None
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1 and f"a step's {part} failed" in warned[0]
+
+
+def test_without_memory_for_graphs_steps_take_the_next_best_path(runner: Any) -> None:
+    assert [runner._run_graphs(step()) for _ in range(2)] == ["new_sampling", ""]
+    runner._graphs.is_full = True
+    runner._batch.size.samplers.clear()
+    assert [runner._run_graphs(step()) for _ in range(2)] == ["new_sampling", "new_sampling"]
+    assert runner._run_graphs(step("a")) == "no_graph" and not runner._has_failed
+
+
+def test_new_blocks_are_zeroed_before_the_model_reads_them(runner: Any) -> None:
+    zeroed: list[Any] = []
+    runner.kv_block_zeroer = SimpleNamespace(zero_block_ids=zeroed.append)
+    runner._graphs.run_model = lambda size: zeroed.append("model")
+    runner._run_graphs(step(new_block_ids_to_zero=[12], blocks=[([12],), None]))
+    assert zeroed == [[12], "model"]
+
+
+def test_vllms_kv_cache_leaves_memory_for_the_graphs(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from nibble.engine.step_graph_memory import step_graph_bytes
+
+    monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 1000)
+    runner.max_num_reqs, runner.vocab_size, runner._is_asked = 8, 512, True
+    assert runner.profile_cudagraph_memory() == 1000 + step_graph_bytes(8, 512)
+    runner._is_asked = False
+    assert runner.profile_cudagraph_memory() == 1000
+
+
+# --- what rules graphs out for an engine ----------------------------------------------------------
+
+
+def an_engine(**changed: Any) -> Any:
+    """A runner that qualifies, but for `changed`: attribute or attribute.attribute -> value."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    sampler: Any = Sampler.__new__(Sampler)
+    sampler.logits_processors, sampler.trace_replay_state = [1, 2, 3], None
+    sampler.return_sampling_mask = sampler.compute_nans = sampler.use_xpu_sampler = False
+    builder = TritonAttentionMetadataBuilder.__new__(TritonAttentionMetadataBuilder)
+    nothing = (
+        "speculator lora_config batch_sharder pcp_manager aux_output_connector ubatch_runner"
+        " fast_prefill kv_block_zeroer"
+    )
+    made = SimpleNamespace(
+        **dict.fromkeys(nothing.split()),
+        parallel_config=SimpleNamespace(
+            world_size_across_dp=1, tensor_parallel_size=1, enable_eplb=False
+        ),
+        model_config=SimpleNamespace(rswa_window=None),
+        vllm_config=SimpleNamespace(ec_transfer_config=None),
+        sampler=sampler,
+        num_speculative_steps=0,
+        use_dcp=False,
+        uses_inputs_embeds=False,
+        is_pooling_model=False,
+        model_state=DefaultModelState.__new__(DefaultModelState),
+        kv_connector=NO_OP_KV_CONNECTOR,
+        cudagraph_manager=SimpleNamespace(graphs={"a": 1}),
+        attn_groups=[[SimpleNamespace(get_metadata_builder=lambda lane: builder)]],
+    )
+    for name, value in changed.items():
+        owner, _, attribute = name.rpartition("__")
+        setattr(getattr(made, owner) if owner else made, attribute, value)
+    return made
+
+
+def hybrid_state(recoverssm: Any) -> Any:
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    state: Any = MambaHybridModelState.__new__(MambaHybridModelState)
+    state.recoverssm = recoverssm
+    return state
+
+
+def linear_attention(uses_drafts: bool) -> Any:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+    builder: Any = GDNAttentionMetadataBuilder.__new__(GDNAttentionMetadataBuilder)
+    builder.use_full_cuda_graph, builder.use_spec_decode = True, uses_drafts
+    return [[SimpleNamespace(get_metadata_builder=lambda lane: builder)]]
+
+
+def test_an_engine_qualifies_or_is_refused_by_name() -> None:
+    from nibble.engine.plugin.step_graph.facts import engine_facts
+    from nibble.engine.plugin.step_graph.qualify import STEADY, refusal_of_engine
+
+    def refusal(**changed: Any) -> str:
+        return refusal_of_engine(engine_facts(an_engine(**changed)))
+
+    assert refusal() == STEADY
+    two = {"parallel_config__world_size_across_dp": 2}
+    assert refusal(**two) == "pipeline or data parallelism"
+    assert refusal(**two, parallel_config__tensor_parallel_size=2) == STEADY
+    assert refusal(parallel_config__enable_eplb=True) == "balanced experts"
+    assert refusal(use_dcp=True) == "context parallelism"
+    assert refusal(batch_sharder=object()) == "sampling divided over GPUs"
+    assert refusal(num_speculative_steps=2) == "speculative decoding"
+    assert refusal(lora_config=object()) == "adapters"
+    assert refusal(model_state=hybrid_state(None), kv_block_zeroer=object()) == STEADY
+    assert refusal(model_state=hybrid_state(object())) == "a model with other state"
+    assert refusal(attn_groups=linear_attention(uses_drafts=False)) == STEADY
+    assert refusal(attn_groups=linear_attention(uses_drafts=True)) == "another attention backend"
 
 
 # --- the scheduler's shortcut ---------------------------------------------------------------------

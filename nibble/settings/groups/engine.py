@@ -41,7 +41,7 @@ class EngineOptions(BaseModel):
         None,
         "Engine",
         "GPUs that each layer of one model is split over. Default: the recipe's, else 1.",
-        "TENSOR_PARALLEL_SIZE",
+        ("TENSOR_PARALLEL_SIZE", "TP"),
         flag="--tensor-parallel-size",
         vllm="--tensor-parallel-size",
         expected="a whole number from 1 to 1024",
@@ -63,7 +63,7 @@ class EngineOptions(BaseModel):
         None,
         "Engine",
         "Upper limit of the fraction of GPU memory that vLLM takes.",
-        "GPU_MEMORY_UTIL",
+        ("GPU_MEMORY_UTIL", "GPU_MEM_UTIL"),
         flag="--gpu-memory-utilization",
         vllm="--gpu-memory-utilization",
         expected="a number above 0 and at most 1",
@@ -131,8 +131,8 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Kernel for NVFP4 weights with BF16 activations on a GPU: `vllm` (vLLM's choice),"
-        " `nibble` (for few tokens) or `auto`. `auto` takes the one measured faster for this"
-        " target and MAX_NUM_SEQS (docs/kernels/nvfp4_linear.md).",
+        " `nibble` or `auto`. `auto` takes nibble's on hopper, for any number of tokens, and"
+        " vLLM's choice elsewhere (docs/kernels/nvfp4_linear.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
@@ -164,14 +164,14 @@ class EngineOptions(BaseModel):
         flag="--compact-json",
         expected="auto, on or off",
     )
-    step_graph: contract.Switch = option(
-        "off",
+    step_graph: Literal["auto", contract.Switch] = option(
+        "auto",
         "Engine",
         "Decode steps on a GPU: `on` runs a whole step from CUDA graphs where the batch allows it"
-        " (docs/step_graph.md), `off` always takes vLLM's path.",
+        " (docs/step_graph.md), `off` always takes vLLM's path, `auto` is `on` where it is tested.",
         "NIBBLE_STEP_GRAPH",
         flag="--step-graph",
-        expected="on or off",
+        expected="auto, on or off",
     )
     kernel_assertion: Literal["strict", "warn"] = option(
         "strict",

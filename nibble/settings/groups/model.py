@@ -17,7 +17,7 @@ class ModelOptions(BaseModel):
         "Model",
         "Hugging Face id or local folder of the model to serve. Default of `serve` and `plan`:"
         " smollm2-135m-instruct-nvfp4 (docs/default-model.md).",
-        ("MODEL", "HF_MODEL"),
+        ("MODEL", "HF_MODEL", "MODEL_PATH"),
         expected="a Hugging Face id such as nvidia/Qwen3-8B-NVFP4 or a folder",
         min_length=1,
     )

@@ -1,11 +1,11 @@
 // The decode kernels' own sources, run on the host: test_decode_kernel_on_the_host.py.
-#include <thread>
 #include <type_traits>
 #include <utility>
 
 #include "nibble/tensor_core.cuh"
 #include "nvfp4_linear/decode.cuh"
 #include "nvfp4_moe/decode.cuh"
+#include "run_cluster.h"
 
 using namespace nibble::decode;
 
@@ -14,38 +14,17 @@ namespace {
 // As on SM12x and as on SM90.
 using Forms = std::conditional_t<NIBBLE_HAS_E2M1_INSTRUCTIONS, SmallForms, LargeForms>;
 
-// Calls f(shared memory) in each thread of the blocks of a cluster.
-template <class Form, class F>
-void run_cluster(uint32_t cluster, uint32_t clusters, const Problem& problem, F&& f) {
-  const size_t bytes = Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, true);
-  // NaN, so that what was not written would show.
-  const std::vector<uint4> unwritten(bytes / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));
-  EmulatedCluster shared{EmulatedBlock::Barrier(problem.ranks * Form::kThreads),
-                         std::vector(problem.ranks, unwritten)};
-  std::vector<std::unique_ptr<EmulatedBlock>> blocks;
-  std::vector<std::jthread> threads;
-  for (uint32_t rank = 0; rank < problem.ranks; ++rank) {
-    blocks.push_back(std::make_unique<EmulatedBlock>(Form::kThreads, rank));
-    for (uint32_t thread = 0; thread < Form::kThreads; ++thread) {
-      threads.emplace_back([&, rank, thread, block = blocks.back().get()] {
-        threadIdx = {thread};
-        blockIdx = {cluster * problem.ranks + rank};
-        blockDim = {Form::kThreads};
-        gridDim = {clusters * problem.ranks};
-        emulated_block = block;
-        emulated_cluster = &shared;
-        f(shared.memory[rank].data());
-      });
-    }
-  }
+template <class Form>
+size_t shared_bytes(const Problem& problem) {
+  return Form::shared_bytes(problem.chunks_per_phase, Form::kTokens, true);
 }
 
 template <class T, class Operand, class Form>
 void run(const Problem& problem, uint32_t clusters) {
   for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
     const Share share = share_of(problem.groups, cluster, clusters, problem.groups / clusters);
-    run_cluster<Form>(cluster, clusters, problem,
-                      [&](uint4* memory) { Multiplier<T, Operand, Form>(problem, share, memory).run(); });
+    run_cluster(problem.ranks, Form::kThreads, shared_bytes<Form>(problem), cluster, clusters,
+                [&](uint4* memory) { Multiplier<T, Operand, Form>(problem, share, memory).run(); });
   }
 }
 
@@ -60,7 +39,7 @@ template <class Form>
 void run_experts_form(const Problem& problem, const Experts& experts, uint32_t blocks) {
   for (uint32_t block = 0; block < blocks; ++block) {
     Table table;
-    run_cluster<Form>(block, blocks, problem, [&](uint4* memory) {
+    run_cluster(1, Form::kThreads, shared_bytes<Form>(problem), block, blocks, [&](uint4* memory) {
       run_experts<__nv_bfloat16, nibble::BfloatOperand, Form>(problem, experts, table, memory);
     });
   }

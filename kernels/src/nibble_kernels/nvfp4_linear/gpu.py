@@ -4,6 +4,7 @@ a prepared NVFP4 weight and unquantized activations, on NVIDIA GPUs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +18,16 @@ __all__ = [
     "MAX_DECODE_ROWS",
     "nvfp4_decode_linear",
     "nvfp4_dequantize_weight",
+    "nvfp4_warpgroup_linear",
     "nvfp4_weight_linear",
 ]
 
 # Above this number torch multiplies a dequantized copy. Derived from an estimate and not measured:
 # docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS = 64
+# On SM90: above the first the warpgroup kernel multiplies, above the second torch does. Measured
+# on an H200: docs/kernels/nvfp4_linear.md.
+MAX_DECODE_ROWS_SM90, MAX_WARPGROUP_ROWS = 16, 1024
 
 
 def _decode_reference(
@@ -78,6 +83,17 @@ def _dequantize_reference(
     return torch.stack([values(*expert) for expert in zip(codes, scales, strict=True)])
 
 
+@functools.cache
+def _has_warpgroup_products(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _uses_warpgroups(x: Tensor, rows: int) -> bool:
+    if not x.is_cuda or not MAX_DECODE_ROWS_SM90 < rows <= MAX_WARPGROUP_ROWS:
+        return False
+    return _has_warpgroup_products(x.get_device())
+
+
 def _weight_linear(
     x: Tensor,
     codes: Tensor,
@@ -92,6 +108,19 @@ def _weight_linear(
 ) -> Tensor:
     columns = x.shape[-1]
     rows = x.reshape(-1, columns)
+    if not batch_invariant and _uses_warpgroups(x, len(rows)):
+        return _warpgroup(
+            x,
+            codes,
+            scales,
+            outputs,
+            native,
+            global_scale,
+            column_scale,
+            bias,
+            silu_mul,
+            [],
+        )
     if batch_invariant or len(rows) <= MAX_DECODE_ROWS:
         return _decode(
             x,
@@ -143,6 +172,44 @@ _dequantize = operator(
     _dequantize_reference,
     lambda codes, scales, rows, native, columns, like: like.new_empty(
         (*codes.shape[:-5], rows, columns)
+    ),
+)
+
+
+def _warpgroup_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    outputs: int,
+    native: bool,
+    global_scale: float,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    silu_mul: bool,
+    division: Sequence[int],
+) -> Tensor:
+    return _decode_reference(
+        x,
+        codes,
+        scales,
+        outputs,
+        native,
+        global_scale,
+        column_scale,
+        bias,
+        None,
+        silu_mul,
+        False,
+        division,
+    )
+
+
+_warpgroup = operator(
+    "nvfp4_warpgroup_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
+    " global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, int[] division) -> Tensor",
+    _warpgroup_reference,
+    lambda x, codes, scales, outputs, *rest: x.new_empty(
+        (*x.shape[:-1], outputs // (2 if rest[4] else 1))
     ),
 )
 
@@ -207,6 +274,25 @@ def nvfp4_decode_linear(
         batch_invariant,
         list(division),
     )
+
+
+def nvfp4_warpgroup_linear(
+    x: Tensor,
+    weight: PreparedWeight,
+    global_scale: float,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    silu_mul: bool = False,
+    division: Sequence[int] = (),
+) -> Tensor:
+    """nvfp4_decode_linear without a residual, for many rows. Compiled for SM90 alone.
+
+    A row's result depends on the number of rows through its bucket (up to 32, 64, 128), and above
+    128 through the number. division: (tokens of a tile, Sharing of warpgroup.cuh, thread blocks of
+    a cluster), for tests and measurements.
+    """
+    return _warpgroup(x, *weight, global_scale, column_scale, bias, silu_mul, list(division))
 
 
 def nvfp4_dequantize_weight(weight: PreparedWeight, columns: int, like: Tensor) -> Tensor:

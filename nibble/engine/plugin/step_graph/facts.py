@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from nibble.engine.plugin.step_graph.qualify import SamplerTables
@@ -20,17 +22,19 @@ def engine_facts(runner: Any) -> dict[str, bool]:
     """What rules graphs of whole steps out for an engine: name -> whether it is so."""
     parallel, sampler, model = runner.parallel_config, runner.sampler, runner.model_config
     return {
-        "more than one GPU": parallel.world_size_across_dp > 1,
+        "pipeline or data parallelism": parallel.world_size_across_dp
+        > parallel.tensor_parallel_size,
+        "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
+        "sampling divided over GPUs": runner.batch_sharder is not None,
+        "balanced experts": parallel.enable_eplb,
         "speculative decoding": runner.speculator is not None or runner.num_speculative_steps > 0,
         "adapters": runner.lora_config is not None,
         "inputs as embeddings": runner.uses_inputs_embeds,
         "a pooling model": runner.is_pooling_model,
-        "a model with other state than the KV cache": type(runner.model_state)
-        is not DefaultModelState,
+        "a model with other state": not _has_state_on_device(runner.model_state),
         "a KV connector": runner.kv_connector is not NO_OP_KV_CONNECTOR,
         "an encoder connector": runner.vllm_config.ec_transfer_config is not None,
         "auxiliary outputs": runner.aux_output_connector is not None,
-        "zeroed cache blocks": runner.kv_block_zeroer is not None,
         "microbatches": runner.ubatch_runner is not None,
         "fast prefill": runner.fast_prefill is not None,
         "reference windows": model.rswa_window is not None,
@@ -49,6 +53,13 @@ def engine_facts(runner: Any) -> dict[str, bool]:
     }
 
 
+def _has_state_on_device(state: Any) -> bool:
+    """Whether kernels alone advance a request's state from one token to the next."""
+    if type(state) is MambaHybridModelState:
+        return state.recoverssm is None
+    return type(state) is DefaultModelState
+
+
 def _is_planned_on_device(builder: Any) -> bool:
     """Whether a backend plans its work on the device alone.
 
@@ -56,6 +67,8 @@ def _is_planned_on_device(builder: Any) -> bool:
     """
     if type(builder) is TritonAttentionMetadataBuilder:
         return True
+    if type(builder) is GDNAttentionMetadataBuilder:
+        return builder.use_full_cuda_graph and not builder.use_spec_decode
     if type(builder) is not FlashAttentionMetadataBuilder:
         return False
     return not builder.aot_schedule or builder.aot_sliding_window in (None, (-1, -1))

@@ -26,10 +26,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from nibble.engine.plugin.step_graph.changes import BlockChanges, PinnedRing
 from nibble.engine.plugin.step_graph.qualify import Sampling
+from nibble.engine.step_graph_memory import action_before_capture, step_graph_bytes
 
 Result = TypeVar("Result")
 _USES_BEFORE_CAPTURE = 3
-_MAX_SAMPLERS = 512
 
 
 @dataclass
@@ -65,7 +65,9 @@ class StepGraphs:
         self._ring = PinnedRing(slots, torch.int64, depth)
         self.changes = BlockChanges(runner.block_tables, depth)
         self._stream = torch.cuda.Stream(self._device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._sampler_pool = (torch.cuda.graph_pool_handle() for _ in range(2))
+        self.limit_bytes = step_graph_bytes(slots, runner.vocab_size)
+        self.inputs_bytes = self.samplers_bytes = 0  # taken by the graphs
         self.sizes: dict[int, BatchSize | None] = {}
         self.changes.apply()  # compiles the kernel
         torch.cuda.synchronize()
@@ -86,10 +88,16 @@ class StepGraphs:
         self._slots[: len(slots)].copy_(tensor[: len(slots)], non_blocking=True)
         size.batch.req_ids, size.batch.idx_mapping_np = ids, slots
 
-    def capture_inputs(self, size: BatchSize) -> None:
-        """Capture the inputs of a batch size, once. Changes nothing else."""
+    def capture_inputs(self, size: BatchSize) -> bool:
+        """Capture the inputs of a batch size, once. Changes nothing else. False without memory for
+        them.
+        """
         if size.inputs is None:
-            size.inputs, _ = self._captured(lambda: self._prepare(size))
+            if self.inputs_bytes >= self.limit_bytes:
+                return False
+            size.inputs, _, taken = self._captured(lambda: self._prepare(size), self._pool)
+            self.inputs_bytes += taken
+        return True
 
     def is_rare(self, size: BatchSize, sampling: Sampling) -> bool:
         """Whether a capture does not pay yet: it takes about as long as four steps."""
@@ -98,15 +106,29 @@ class StepGraphs:
         size.uses[sampling] = size.uses.get(sampling, 0) + 1
         return size.uses[sampling] <= _USES_BEFORE_CAPTURE
 
-    def capture_sampler(self, size: BatchSize, sampling: Sampling) -> None:
-        """Capture the sampler for the batch that `size` holds. Changes nothing else."""
+    def capture_sampler(self, size: BatchSize, sampling: Sampling) -> bool:
+        """Capture the sampler for the batch that `size` holds. Changes nothing else. False without
+        memory for it.
+        """
         sizes = [one for one in self.sizes.values() if one is not None]
-        if sum(len(one.samplers) for one in sizes) >= _MAX_SAMPLERS:
-            torch.cuda.synchronize()
-            for one in sizes:
-                one.samplers.clear()
-        graph, output = self._captured(lambda: self._sample(size))
+        count = sum(len(one.samplers) for one in sizes)
+        taken = self.inputs_bytes + self.samplers_bytes
+        action = action_before_capture(count, taken, self.limit_bytes)
+        if action == "stop":
+            return False
+        if action == "release":
+            self._release_samplers(sizes)
+        graph, output, taken = self._captured(lambda: self._sample(size), self._sampler_pool)
+        self.samplers_bytes += taken
         size.samplers[sampling] = CapturedSampler(graph, output, _replaceable_buffers())
+        return True
+
+    def _release_samplers(self, sizes: list[BatchSize]) -> None:
+        torch.cuda.synchronize()
+        for one in sizes:
+            one.samplers.clear()
+        self._sampler_pool, self.samplers_bytes = torch.cuda.graph_pool_handle(), 0
+        torch.cuda.empty_cache()
 
     def run_model(self, size: BatchSize) -> torch.Tensor:
         """Prepare the inputs and run the model. Returns the hidden states."""
@@ -190,6 +212,9 @@ class StepGraphs:
             runner.model_state.num_new_sampled_tokens_per_step,
         )
         block_tables, slot_mappings = runner.prepare_attn(batch)
+        runner.model_state.preprocess_state(
+            batch, block_tables, runner.kv_cache_config, states.num_computed_tokens.gpu
+        )
         runner.model_state.prepare_attn(
             batch,
             CUDAGraphMode.FULL,
@@ -214,16 +239,19 @@ class StepGraphs:
         )
         return output
 
-    def _captured(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """A graph of `work`. Other threads may use the GPU meanwhile."""
+    def _captured(
+        self, work: Callable[[], Result], pool: Any
+    ) -> tuple[torch.cuda.CUDAGraph, Result, int]:
+        """A graph of `work`, and the bytes that it took. Other threads may use the GPU."""
         graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize()
+        free_before, _ = torch.cuda.mem_get_info(self._device)
         was_enabled = gc.isenabled()
         gc.disable()  # a collection could free tensors of the device, which a capture forbids
         try:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_stream(main)
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     result = work()
                 finally:
@@ -232,7 +260,8 @@ class StepGraphs:
         finally:
             if was_enabled:
                 gc.enable()
-        return graph, result
+        free_after, _ = torch.cuda.mem_get_info(self._device)
+        return graph, result, max(0, free_before - free_after)
 
 
 def _replaceable_buffers() -> list[Any]:

@@ -18,6 +18,7 @@ from nibble.engine.plugin.require import VllmMismatch
 # nibble.engine.plugin.step_graph.probe` prints those of the installed vLLM.
 RUNNER_SOURCES = {
     "vllm.v1.attention.backends.flash_attn": "e6637cb5a66c4284",
+    "vllm.v1.attention.backends.gdn_attn": "ce951db92bb58b5b",
     "vllm.v1.attention.backends.triton_attn": "8c886ae19377949a",
     "vllm.v1.core.sched.output": "2a3454c78ba1e7ff",
     "vllm.v1.sample.ops.topk_topp_triton": "d39388245d5d5f54",
@@ -29,6 +30,7 @@ RUNNER_SOURCES = {
     "vllm.v1.worker.gpu.input_batch": "2e4c2ebdb2c1ce04",
     "vllm.v1.worker.gpu.model_runner": "5240fe8d62d403e4",
     "vllm.v1.worker.gpu.model_states.default": "f1d34d5c8c03be6e",
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid": "262de489e3c02a2b",
     "vllm.v1.worker.gpu.sample.bad_words": "85c2f1a4a34eac0f",
     "vllm.v1.worker.gpu.sample.gumbel": "c14a5fa1899a9ff3",
     "vllm.v1.worker.gpu.sample.logit_bias": "39dc683f5dc58ee7",
@@ -39,6 +41,7 @@ RUNNER_SOURCES = {
     "vllm.v1.worker.gpu.sample.states": "7dbccea6fb6e2483",
     "vllm.v1.worker.gpu.sample.thinking_budget": "89d4255450c1659c",
     "vllm.v1.worker.gpu.states": "5ca84b57d4f4233b",
+    "vllm.v1.worker.mamba_utils": "2d540d0d368e59b8",
 }
 
 

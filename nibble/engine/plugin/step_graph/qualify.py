@@ -29,7 +29,7 @@ def refusal_of_schedule(output: Any) -> str:
         return "drafts"
     if output.scheduled_encoder_inputs or output.free_encoder_mm_hashes:
         return "encoder"
-    if output.new_block_ids_to_zero or output.kv_cache_block_copies:
+    if output.kv_cache_block_copies:
         return "cache_blocks"
     if output.has_structured_output_requests:
         return "grammar"

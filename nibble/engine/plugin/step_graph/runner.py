@@ -32,9 +32,9 @@ from nibble.engine.plugin.step_graph.qualify import (
     sampling_of,
 )
 from nibble.engine.plugin.step_graph.tables import fix_addresses
+from nibble.engine.step_graph_memory import MOST_REQUESTS, step_graph_bytes
 
 logger = init_logger(f"vllm.{__name__}")
-_MAX_REQUESTS = 128  # beyond, the GPU's time exceeds the host's
 
 
 @dataclass
@@ -63,11 +63,18 @@ class StepGraphRunner(GPUModelRunner):
         self._to_sample: Batch | None = None
         self._has_failed = False
         self._seen: set[int] = set()
-        self.step_counter = Counter(pulse_folder())
+        # Each step runs on all ranks; one counts.
+        self.step_counter = Counter(pulse_folder() if self.parallel_config.rank == 0 else None)
 
     def initialize_kv_cache(self, *arguments: Any, **options: Any) -> None:
         self._graphs = self._batch = None
         super().initialize_kv_cache(*arguments, **options)
+
+    def profile_cudagraph_memory(self) -> int:
+        """What vLLM's KV cache leaves free for CUDA graphs, nibble's included."""
+        taken = super().profile_cudagraph_memory()
+        ours = step_graph_bytes(self.max_num_reqs, self.vocab_size) if self._is_asked else 0
+        return taken + ours
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         taken = super().capture_model(profile_only=profile_only)
@@ -137,6 +144,9 @@ class StepGraphRunner(GPUModelRunner):
             if not graphs.changes.has_room(new_blocks):
                 return "cache_blocks"
         self.finish_requests(output)
+        if output.new_block_ids_to_zero:
+            assert self.kv_block_zeroer is not None
+            self.kv_block_zeroer.zero_block_ids(output.new_block_ids_to_zero)
         self.req_states.num_computed_tokens_np[batch.slots] = computed
         if batch is not last:
             graphs.send_slots(batch.size, batch.slots, ids)
@@ -150,7 +160,7 @@ class StepGraphRunner(GPUModelRunner):
         """A batch of these requests, or the reason against it."""
         graphs = self._graphs
         assert graphs is not None
-        if len(ids) > _MAX_REQUESTS or (size := graphs.size(len(ids))) is None:
+        if len(ids) > MOST_REQUESTS or (size := graphs.size(len(ids))) is None:
             return "no_graph"
         indices = self.req_states.req_id_to_index
         slots = np.fromiter((indices[one] for one in ids), dtype=np.intp, count=len(ids))
@@ -165,22 +175,22 @@ class StepGraphRunner(GPUModelRunner):
             self._seen.add(len(ids))
             return "new_batch_size"
         if not self._is_captured("inputs", lambda: graphs.capture_inputs(size)):
-            return "capture_failed"
+            return "capture_failed" if self._has_failed else "no_graph"
         return Batch(ids, {one: i for i, one in enumerate(ids)}, slots, size, sampling, refusal)
 
-    def _is_captured(self, what: str, capture: Callable[[], None]) -> bool:
+    def _is_captured(self, what: str, capture: Callable[[], bool]) -> bool:
         """Whether a capture succeeds. After a failure, steps take vLLM's path for good."""
         if self._has_failed:
             return False
         try:
-            capture()
+            return capture()
         except Exception:
             self._has_failed = True
             logger.warning(
                 "Decode steps take vLLM's path: the capture of a step's %s failed. Set"
                 " NIBBLE_STEP_GRAPH=off to avoid the attempt.", what, exc_info=True,
             )  # fmt: skip
-        return not self._has_failed
+        return False
 
     def _choose_sampler(
         self, batch: Batch, output: Any, computed: np.ndarray, hidden_states: torch.Tensor

@@ -1,20 +1,20 @@
-// CUDA for a host, as far as the decode kernel uses it: a thread stands for each lane, and instructions are
-// what PTX says of them. In place of kernels/src/nibble_kernels/include/nibble/tensor_core.cuh. A product of
+// CUDA for a host, as far as the GEMMs use it: lanes take turns on one thread, and instructions are what PTX
+// says of them. In place of kernels/src/nibble_kernels/include/nibble/tensor_core.cuh. A product of
 // two bfloat16 or float16 numbers that is not exact ends the program: the kernel counts on there being none.
 #pragma once
 
 #include <algorithm>
-#include <barrier>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "lanes.h"
 #include "nibble/arch.h"
 
 #undef NIBBLE_HAS_E2M1_INSTRUCTIONS
@@ -29,11 +29,14 @@ struct alignas(16) uint4 {
 struct alignas(8) float2 {
   float x, y;
 };
-struct Index {
-  uint32_t x;
+struct alignas(16) float4 {
+  float x, y, z, w;
 };
 struct __nv_bfloat16 {
   uint16_t bits;
+};
+struct __nv_bfloat162 {
+  __nv_bfloat16 low, high;
 };
 struct __half {
   uint16_t bits;
@@ -42,12 +45,12 @@ struct __half2 {
   __half low, high;
 };
 
-inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 using std::max;
 using std::min;
 
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline float __expf(float x) { return std::exp(x); }
 
@@ -59,6 +62,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (std::isnan(x)) return {0x7fff};
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
+  return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)};
 }
 
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
@@ -79,45 +85,50 @@ T __ldcg(const T* place) {
 
 // What the lanes of a thread block share.
 struct EmulatedBlock {
-  using Barrier = std::barrier<>;
-  struct Lane {
-    uint32_t a[4], b[2], shuffled;
+  struct Product {
+    std::function<void(size_t group)> run;
+    const uint32_t* a;
   };
-  std::vector<std::unique_ptr<Barrier>> warps;
-  Barrier all;
+  struct Lane {
+    uint32_t a[4], b[2];
+    uint64_t shuffled;
+    std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
+  };
+  std::vector<EmulatedBarrier> warps;
+  EmulatedBarrier all;
   std::vector<Lane> lanes;
-  std::mutex atomics;
   uint32_t rank;
 
-  EmulatedBlock(uint32_t threads, uint32_t rank) : all(threads), lanes(threads), rank(rank) {
-    for (uint32_t i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Barrier>(32));
-  }
+  EmulatedBlock(uint32_t threads, uint32_t rank)
+      : warps(threads / 32, EmulatedBarrier(32)), all(threads), lanes(threads), rank(rank) {}
 };
-inline thread_local EmulatedBlock* emulated_block;
 
 // The blocks of a cluster, each with its shared memory.
 struct EmulatedCluster {
-  EmulatedBlock::Barrier all;
+  EmulatedBarrier all;
   std::vector<std::vector<uint4>> memory;
 };
-inline thread_local EmulatedCluster* emulated_cluster;
 
 inline EmulatedBlock::Lane& emulated_lane(uint32_t lane) {
   return emulated_block->lanes[threadIdx.x / 32 * 32 + lane];
 }
-inline void meet_warp() { emulated_block->warps[threadIdx.x / 32]->arrive_and_wait(); }
+inline void meet_warp() { emulated_block->warps[threadIdx.x / 32].arrive_and_wait(); }
+inline void __syncwarp() { meet_warp(); }
 inline void __syncthreads() { emulated_block->all.arrive_and_wait(); }
 
-inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, uint32_t mask) {
-  emulated_lane(threadIdx.x % 32).shuffled = value;
+template <class T>
+T __shfl_sync(uint32_t, T value, uint32_t from) {
+  emulated_lane(threadIdx.x % 32).shuffled = (uint64_t)value;
   meet_warp();
-  const uint32_t result = emulated_lane(threadIdx.x % 32 ^ mask).shuffled;
+  const T result = (T)emulated_lane(from).shuffled;
   meet_warp();
   return result;
 }
+inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, uint32_t mask) {
+  return __shfl_sync(lanes, value, threadIdx.x % 32 ^ mask);
+}
 
 inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
-  const std::lock_guard lock(emulated_block->atomics);
   return std::exchange(*place, std::max(*place, value));
 }
 

@@ -1,0 +1,97 @@
+// What the warpgroup kernels share: pieces of a tile, and the way of sums to the output.
+#pragma once
+
+#include <type_traits>
+
+#include "nibble/mma_operand.cuh"
+#include "nibble/warpgroup_instructions.cuh"
+#include "nvfp4_linear/ring.cuh"
+#include "nvfp4_linear/warpgroup_form.h"
+
+namespace nibble::warpgroup {
+
+using decode::Fragment;
+using decode::kGroup;
+using decode::kPieces;
+using instruction::SharedPlace;
+
+constexpr uint32_t kSteps = kChunk / 16;  // products of a chunk
+static_assert(kChunk == decode::kChunk && kTileBytes == decode::kTileBytes);
+
+struct Output {
+  const float* column_scale;
+  const void* bias;
+  void* out;
+  float global_scale;
+  uint32_t outputs;
+  bool silu_mul;
+};
+
+__device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+// A lane's part of a tile in shared memory.
+__device__ __forceinline__ Fragment load_tile(SharedPlace codes, SharedPlace scales) {
+  const uint32_t lane = threadIdx.x % kLanes;
+  return {instruction::load_shared(codes + lane * 16),
+          instruction::load_shared(codes + kCodeBytes / 2 + lane * 16),
+          instruction::load_shared_word(scales + lane * 4)};
+}
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ uint32_t pair_of(__nv_bfloat16, float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pair_of(__half, float a, float b) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
+// then of the lower half's.
+template <class T, class Operand>
+__device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
+                                      const float4& sums) {
+  const uint32_t lane = threadIdx.x % kLanes, half = to.outputs / 2, upper = group * kGroup + lane / 4;
+  const bool is_there = upper < half;
+  const auto factor = [&](uint32_t row) {
+    return to.column_scale && is_there ? __ldg(to.column_scale + row) : 1.0f;
+  };
+  const auto bias = [&](uint32_t row) {
+    return to.bias && is_there ? to_float(static_cast<const T*>(to.bias)[row]) : 0.0f;
+  };
+  const auto finished = [&](float sum, float column_scale, float bias) {
+    sum *= Operand::kUnit;
+    sum *= to.global_scale;
+    return sum * column_scale + bias;
+  };
+  const float upper_factor = factor(upper), lower_factor = factor(upper + half), upper_bias = bias(upper),
+              lower_bias = bias(upper + half);
+  const float y0 = finished(sums.x, upper_factor, upper_bias),
+              y1 = finished(sums.y, upper_factor, upper_bias),
+              z0 = finished(sums.z, lower_factor, lower_bias),
+              z1 = finished(sums.w, lower_factor, lower_bias);
+  // Lanes then have two neighbouring rows of one token.
+  const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
+  const bool writes = token < tokens && row < half;
+  const auto store = [&](size_t place, uint32_t pair) {
+    *reinterpret_cast<uint32_t*>(static_cast<T*>(to.out) + place) = pair;
+  };
+  if (to.silu_mul) {
+    const auto product = [](float y, float z) { return y / (1.0f + __expf(-y)) * z; };
+    const uint32_t pair = instruction::transpose_pairs(pair_of(T(), product(y0, z0), product(y1, z1)));
+    if (writes) store(size_t{token} * half + row, pair);
+  } else {
+    const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0, y1));
+    const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0, z1));
+    if (writes) {
+      store(size_t{token} * to.outputs + row, pair);
+      store(size_t{token} * to.outputs + half + row, other);
+    }
+  }
+}
+
+}  // namespace nibble::warpgroup

@@ -1,0 +1,85 @@
+// How the work of warpgroup.cuh is divided among thread blocks: a decision without effects.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "nvfp4_linear/warpgroup_form.h"
+
+namespace nibble::warpgroup {
+
+constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+// kStageCost: microseconds that a block takes for a chunk of a unit, on an H200.
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages>
+struct Forms {
+  using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units>;
+  using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters>;
+  using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges>;
+  static constexpr float kStageCost = Tokens <= 32   ? 0.63f
+                                      : Tokens <= 64 ? 0.85f
+                                      : Strips == 1  ? 0.91f
+                                                     : 1.63f;
+  static constexpr bool kHasClusters = Clusters::shared_bytes(kMostRanks) <= kSharedBytes;
+};
+
+// Up to 32, 64 and 128 tokens; the last two for more.
+using Few = Forms<32, 4, 1, 6>;
+using Some = Forms<64, 4, 1, 4>;
+using Many = Forms<128, 2, 1, 3>;
+using Wide = Forms<128, 2, 2, 4>;
+
+struct Shape {
+  uint32_t tokens, groups, chunks;
+
+  template <class Forms>
+  uint32_t row_blocks() const {
+    return quotient_up(groups, Forms::Units::kGroups);
+  }
+  template <class Forms>
+  uint32_t token_tiles() const {
+    return quotient_up(tokens, Forms::Units::kTokens);
+  }
+};
+
+struct Division {
+  Sharing sharing;
+  uint32_t clusters, ranks;  // of `ranks` thread blocks each
+  float cost;  // microseconds until the last block is through, without what all divisions have in common
+};
+
+// The cheapest division, or none of those that `is_allowed(sharing, ranks)`. clusters_at_a_time(ranks):
+// clusters that the device runs at a time. Costs are fitted to every division's time for six products on an
+// H200 (docs/kernels/nvfp4_linear.md). The division decides the order of additions.
+template <class Forms, class ClustersAtATime, class IsAllowed>
+std::optional<Division> division_of(const Shape& shape, uint32_t multiprocessors,
+                                    ClustersAtATime&& clusters_at_a_time, IsAllowed&& is_allowed) {
+  const uint32_t units = shape.row_blocks<Forms>() * shape.token_tiles<Forms>(), all = units * shape.chunks;
+  const uint32_t blocks = all < multiprocessors ? all : multiprocessors;
+  std::optional<Division> best;
+  const auto consider = [&](Sharing sharing, uint32_t clusters, uint32_t ranks, float chunks) {
+    const float cost = chunks * Forms::kStageCost;
+    if (is_allowed(sharing, ranks) && (!best || cost < best->cost))
+      best = Division{sharing, clusters, ranks, cost};
+  };
+  const auto at_most_units = [&](uint32_t clusters) { return clusters < units ? clusters : units; };
+  consider(Sharing::units, at_most_units(multiprocessors), 1,
+           static_cast<float>(quotient_up(units, multiprocessors) * shape.chunks));
+  if constexpr (Forms::kHasClusters) {
+    for (uint32_t ranks = 2; ranks <= kMostRanks && ranks <= shape.chunks; ++ranks) {
+      const uint32_t clusters = clusters_at_a_time(ranks);
+      if (clusters == 0) continue;
+      const uint32_t rounds = quotient_up(units, clusters);
+      // Blocks of a cluster wait for one another between two units.
+      consider(Sharing::clusters, at_most_units(clusters), ranks,
+               static_cast<float>(rounds * quotient_up(shape.chunks, ranks) + 1 + (rounds - 1) * 8));
+    }
+  }
+  // Each block writes a part and adds those of others to its own.
+  consider(
+      Sharing::ranges, blocks, 1,
+      static_cast<float>(quotient_up(all, blocks)) + 4.0f * static_cast<float>(quotient_up(blocks, units)));
+  return best;
+}
+
+}  // namespace nibble::warpgroup

@@ -1,0 +1,42 @@
+// The forms of the kernel in warpgroup.cuh, for host and device.
+#pragma once
+
+#include <cstdint>
+
+namespace nibble::warpgroup {
+
+constexpr uint32_t kChunk = 128;  // columns of a tile of the weight
+constexpr uint32_t kLanes = 32;
+constexpr uint32_t kWarps = 4;       // of a warpgroup
+constexpr uint32_t kTokenGroup = 8;  // tokens whose sums a warp has side by side
+constexpr uint32_t kCodeBytes = 1024, kScaleBytes = 128, kTileBytes = kCodeBytes + kScaleBytes;
+constexpr uint32_t kMostRanks = 8;             // blocks of a cluster, on every device
+constexpr uint32_t kSharedBytes = 227 * 1024;  // of a thread block, on SM90
+
+// A unit is a block's rows by a tile of tokens. Blocks have whole units; or those of a cluster share a unit's
+// columns; or all chunks of all units are divided into equal ranges, one for each block.
+enum class Sharing { units, clusters, ranges };
+
+// Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way.
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares>
+struct Form {
+  static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
+  static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
+  static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
+  static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
+  // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
+  static constexpr bool kMovesRegisters = Tokens * Strips > 128;
+  static constexpr uint32_t kThreads = (kConsumerWarps + (kMovesRegisters ? kWarps : 1)) * kLanes;
+  static constexpr uint32_t kXBytes = Tokens * kChunk * 2;
+  static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kStageBytes = kWeightBytes + kXBytes;
+  static constexpr uint32_t kSums = Tokens / 2;                                       // of a thread and strip
+  static constexpr uint32_t kSlots = Strips * Tokens / kTokenGroup * kConsumerWarps;  // of 32 float4
+  static constexpr uint32_t kSlotBytes = kLanes * 16;
+  static constexpr uint32_t kBarrierBytes = (2 * Stages + 2) * 8;
+  static constexpr uint32_t shared_bytes(uint32_t ranks) {
+    return kStages * kStageBytes + kBarrierBytes +
+           (ranks > 1 ? (kSlots + ranks - 1) / ranks * ranks * kSlotBytes : 0);
+  }
+};
+
+}  // namespace nibble::warpgroup

@@ -1,0 +1,39 @@
+"""How much GPU memory the CUDA graphs of decode steps may take. Pure.
+
+The plan reserves this memory, vLLM's KV cache leaves it free, and the plugin stops capturing at it
+(nibble/engine/plugin/step_graph).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+MIB = 1 << 20
+MOST_REQUESTS = 128  # of a step from graphs; beyond, the GPU's time exceeds the host's
+MOST_SAMPLERS = 512  # captured combinations of batch size and sampling parameters
+# Fewer are not worth a release: they would be captured again at once.
+LEAST_RELEASED = 16
+# The sampler's graphs share one pool, which holds one batch's logits: BF16, float32, the processed
+# ones, their log-probs, and sorted values with indices.
+BYTES_PER_LOGIT = 2 + 4 + 4 + 4 + 4 + 8
+GRAPHS_BYTES = 192 * MIB  # CUDA's own data of all graphs
+
+Action = Literal["capture", "release", "stop"]
+
+
+def step_graph_bytes(requests: int | None, vocabulary: int | None) -> int:
+    """The most that the graphs of an engine may take. `requests` run at a time at most; unknown
+    values count as common ones.
+    """
+    rows = min(requests or MOST_REQUESTS, MOST_REQUESTS)
+    return rows * (vocabulary or 1 << 17) * BYTES_PER_LOGIT + GRAPHS_BYTES
+
+
+def action_before_capture(samplers: int, taken_bytes: int, limit_bytes: int) -> Action:
+    """What precedes the capture of one more sampler: nothing, the release of all, or no capture.
+
+    samplers: captured ones; taken_bytes: of all graphs.
+    """
+    if samplers < MOST_SAMPLERS and taken_bytes < limit_bytes:
+        return "capture"
+    return "release" if samplers >= LEAST_RELEASED else "stop"

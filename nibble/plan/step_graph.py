@@ -1,0 +1,110 @@
+"""--step-graph: whether decode steps run from CUDA graphs. Pure.
+
+The vLLM plugin gets `on`, or no value, which means vLLM's path. What only a loaded engine knows,
+such as its attention backend, the plugin decides (engine/plugin/step_graph/facts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.layers import layers
+from nibble.engine.contract import CONFIG_KEY
+from nibble.engine.step_graph_memory import step_graph_bytes
+from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.inputs import PlanInputs
+from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.startup import SPECULATIVE
+
+# Targets on which steps from graphs have run, with answers equal to those of vLLM's path.
+TARGETS = ("hopper",)
+RIGHT = "answers are those of vLLM's path (docs/step_graph.md)"
+_UNTESTED_KINDS = {
+    "state": "recurrent state",
+    "sliding": "sliding windows",
+    "mla": "latent attention",
+    "shared": "shared caches",
+    "none": "layers without a cache",
+}
+# Flags with which the plugin leaves all steps to vLLM's path.
+_OBSTACLES = {
+    "--enforce-eager": "without CUDA graphs",
+    "--enable-lora": "with adapters",
+    "--kv-transfer-config": "with a KV connector",
+    "--ec-transfer-config": "with an encoder connector",
+    "--enable-eplb": "with balanced experts",
+    **dict.fromkeys(SPECULATIVE, "with speculative decoding"),
+}
+_SEVERAL = {
+    "--tensor-parallel-size": "tensor parallelism",
+    "--pipeline-parallel-size": "pipeline parallelism",
+    "--data-parallel-size": "data parallelism",
+    "--decode-context-parallel-size": "context parallelism",
+    "--prefill-context-parallel-size": "context parallelism",
+}
+
+
+def choose_step_graph(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
+    """`on` or `off` with the reason; None on the CPU."""
+    if inputs.target.device != "cuda":
+        return None
+    values = values_of(args)
+    if (given := asked(values).get("step_graph")) is not None:
+        return Choice(given, args[FLAG].source, "set by the user")
+    source = str(inputs.loaded.origins["step_graph"])
+    obstacle = _obstacle(inputs.target.name, values) or _untested(inputs.checkpoint)
+    obstacle = obstacle or inputs.without_plugin
+    return Choice("off" if obstacle else "on", source, obstacle or RIGHT)
+
+
+def _untested(checkpoint: Checkpoint | None) -> str:
+    """What of the model has not run in steps from graphs; empty if all its layers keep keys and
+    values of all tokens.
+    """
+    if checkpoint is None:
+        return "the checkpoint is unknown until pull"
+    found = layers(checkpoint.config)
+    if found is None:
+        return f"steps from graphs are not tested with {checkpoint.architecture}"
+    kinds = {layer.kind for layer in found if not layer.is_draft}
+    untested = sorted(_UNTESTED_KINDS.get(kind, kind) for kind in kinds - {"full"})
+    return f"steps from graphs are not tested with {untested[0]}" if untested else ""
+
+
+def step_graph_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
+    """The flag that switches graphs of whole steps on in the plugin, unless `args` has one."""
+    if chosen is None or chosen.value != "on" or "step_graph" in asked(values_of(args)):
+        return {}
+    return {FLAG: Choice({CONFIG_KEY: {"step_graph": "on"}}, chosen.source, REASON)}
+
+
+def planned_bytes(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> int:
+    """What the plan reserves for graphs of whole steps."""
+    values = values_of(args)
+    if asked(values).get("step_graph") != "on":
+        return 0
+    sequences = values.get("--max-num-seqs")
+    return step_graph_bytes(int(sequences) if sequences else None, _vocabulary(checkpoint))
+
+
+def _vocabulary(checkpoint: Checkpoint | None) -> int | None:
+    if checkpoint is None:
+        return None
+    configs = (checkpoint.text_config, checkpoint.config)
+    sizes = (config.get("vocab_size") for config in configs)
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def _obstacle(target: str, args: Mapping[str, Any]) -> str:
+    """Why `auto` does not take graphs; empty if nothing prevents it."""
+    if target not in TARGETS:
+        return f"steps from graphs are tested only on {' and '.join(TARGETS)}"
+    for flag, what in _OBSTACLES.items():
+        if args.get(flag) not in (None, False):
+            return f"vLLM's path runs all steps {what}"
+    for flag, what in _SEVERAL.items():
+        if int(args.get(flag) or 1) > 1:
+            return f"steps from graphs are not tested with {what}"
+    return ""

@@ -1,0 +1,108 @@
+// The warpgroup kernel's own source, run on the host: test_warpgroup_kernel_on_the_host.py.
+#include "nvfp4_linear/warpgroup.cuh"
+#include "nvfp4_linear/warpgroup_division.h"
+#include "run_cluster.h"
+
+using namespace nibble::warpgroup;
+
+namespace {
+
+template <uint32_t Tokens>
+std::vector<uint4> order(const uint4* x, const Problem& p) {
+  std::vector<uint4> ordered_x(size_t{p.token_tiles} * p.chunks * kSteps * 2 * Tokens);
+  for (uint32_t tile = 0; tile < p.token_tiles; ++tile) {
+    for (uint32_t i = 0; i < Tokens * p.chunks * kPieces; ++i) {
+      const uint32_t piece = i % kPieces, chunk = i / kPieces % p.chunks, token = i / kPieces / p.chunks;
+      uint4 quarters[4];
+      load_quarters(x, tile * Tokens + token, p.tokens, chunk, p.columns, piece, quarters);
+      uint4* const to =
+          &ordered_x[((size_t{tile} * p.chunks + chunk) * kSteps + piece * 2) * 2 * Tokens + token];
+      for (uint32_t k = 0; k < 4; ++k) to[k * Tokens] = ordered(quarters, k);
+    }
+  }
+  return ordered_x;
+}
+
+template <class T, class Operand, class Form>
+void run(Problem p, const uint4* x, const uint32_t* codes, const uint32_t* scales, uint32_t clusters) {
+  const auto map = [&](const uint32_t* words, uint32_t bytes) {
+    return CUtensorMap{words, bytes / 4 * p.chunks, p.groups, bytes / 4, Form::kGroups};
+  };
+  p.codes = map(codes, kCodeBytes);
+  p.scales = map(scales, kScaleBytes);
+  p.row_blocks = (p.groups + Form::kGroups - 1) / Form::kGroups;
+  p.token_tiles = (p.tokens + Form::kTokens - 1) / Form::kTokens;
+  const std::vector<uint4> x_in_order = order<Form::kTokens>(x, p);
+  p.x = x_in_order.data();
+  const float nan = __uint_as_float(~0u);
+  std::vector<float4> parts(Form::kRanges ? size_t{clusters} * Form::kSlots * kLanes : 0, {nan, nan, nan, nan});
+  std::vector<uint32_t> flags(clusters * Form::kConsumerWarps);
+  p.parts = parts.data();
+  p.flags = flags.data();
+  for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
+    run_cluster(p.ranks, Form::kThreads, Form::shared_bytes(p.ranks), cluster, clusters, [&](uint4* memory) {
+      Multiplier<T, Operand, Form>{p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))}
+          .run();
+    });
+  }
+}
+
+template <class T, class Operand, class Forms>
+void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32_t* codes,
+                 const uint32_t* scales, uint32_t clusters) {
+  if (sharing == Sharing::units)
+    return run<T, Operand, typename Forms::Units>(p, x, codes, scales, clusters);
+  if (sharing == Sharing::ranges)
+    return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
+  if constexpr (Forms::kHasClusters) run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);
+}
+
+// f(a form of warpgroup_division.h)
+template <class F>
+void with_forms(uint32_t number, F&& f) {
+  if (number == 0) return f(Few());
+  if (number == 1) return f(Some());
+  if (number == 2) return f(Many());
+  f(Wide());
+}
+
+}  // namespace
+
+extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t form, uint32_t sharing,
+                                               const void* x, const void* codes, const void* scales,
+                                               const void* column_scale, const void* bias, void* out,
+                                               float global_scale, uint32_t tokens, uint32_t outputs,
+                                               uint32_t columns, uint32_t clusters, uint32_t ranks,
+                                               bool silu_mul) {
+  emulated_is_late = late;
+  Problem p{};
+  p.output = {static_cast<const float*>(column_scale), bias, out, global_scale, outputs, silu_mul};
+  p.tokens = tokens;
+  p.columns = columns;
+  p.chunks = (columns + kChunk - 1) / kChunk;
+  p.groups = (outputs / 2 + kGroup - 1) / kGroup;
+  p.ranks = ranks;
+  with_forms(form, [&]<class Forms>(Forms) {
+    const auto run_as = [&]<class T, class Operand>() {
+      run_sharing<T, Operand, Forms>(static_cast<Sharing>(sharing), p, static_cast<const uint4*>(x),
+                                     static_cast<const uint32_t*>(codes),
+                                     static_cast<const uint32_t*>(scales), clusters);
+    };
+    if (bfloat) return run_as.template operator()<__nv_bfloat16, nibble::BfloatOperand>();
+    run_as.template operator()<__half, nibble::HalfOperand>();
+  });
+}
+
+// Sharing, clusters and thread blocks of each, where the device runs as many blocks as it has multiprocessors.
+extern "C" void divide_on_the_host(uint32_t form, uint32_t tokens, uint32_t outputs, uint32_t columns,
+                                   uint32_t multiprocessors, uint32_t* chosen) {
+  const Shape shape{tokens, quotient_up(outputs / 2, kGroup), quotient_up(columns, kChunk)};
+  with_forms(form, [&]<class Forms>(Forms) {
+    const Division division = *division_of<Forms>(
+        shape, multiprocessors, [&](uint32_t ranks) { return multiprocessors / ranks; },
+        [](Sharing, uint32_t) { return true; });
+    chosen[0] = static_cast<uint32_t>(division.sharing);
+    chosen[1] = division.clusters;
+    chosen[2] = division.ranks;
+  });
+}

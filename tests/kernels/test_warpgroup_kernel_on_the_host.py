@@ -1,0 +1,189 @@
+"""The warpgroup kernel's own source (nvfp4_linear/warpgroup.cuh) without a GPU: compiled by g++,
+with lanes that take turns.
+
+Only the instructions are stood in for (emulator/nibble/warpgroup_instructions.cuh): barriers in
+shared memory, bulk copies, products of a warpgroup. Late copies and products find a stage or a
+register that is written too early; immediate ones find what is read before it is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.kernel_cases import (
+    activations,
+    assert_rounded_once,
+    assert_same_bits,
+    packed_weight,
+    values_of,
+)
+
+EMULATOR = Path(__file__).parent / "emulator"
+GLOBAL_SCALE = 1.23e-4
+FEW, SOME, MANY, WIDE = range(4)  # of warpgroup_division.h: tiles of 32, 64, 128 and 128 tokens
+UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup_form.h
+# Form, sharing, rows of x, N, K, clusters, thread blocks of each. Half a chunk at a row's end, more
+# chunks than stages, several units of a block, ranks of unequal length, ranges that begin and end
+# within a unit and three of one unit.
+CASES = [
+    (FEW, UNITS, 19, 48, 176, 1, 1),
+    (FEW, UNITS, 40, 264, 912, 2, 1),
+    (SOME, UNITS, 65, 264, 528, 1, 1),
+    (MANY, UNITS, 130, 136, 528, 1, 1),
+    (WIDE, UNITS, 129, 264, 656, 1, 1),
+    (FEW, CLUSTERS, 40, 392, 528, 2, 2),
+    (FEW, CLUSTERS, 20, 136, 1040, 1, 3),
+    (SOME, CLUSTERS, 33, 272, 656, 1, 2),
+    (MANY, CLUSTERS, 129, 136, 400, 1, 2),
+    (FEW, RANGES, 40, 392, 528, 5, 1),
+    (FEW, RANGES, 32, 136, 1040, 4, 1),
+    (SOME, RANGES, 100, 272, 400, 3, 1),
+    (MANY, RANGES, 130, 136, 528, 4, 1),
+    (WIDE, RANGES, 129, 264, 528, 5, 1),
+]
+Multiply = Callable[..., Tensor]
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    pytest.mark.when_changed(*OPERATORS),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("emulator") / "warpgroup.so"
+    sources = KERNELS / "src/nibble_kernels"
+    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=0"]
+    words += [f"-I{folder}" for folder in (EMULATOR, sources, sources / "include")]
+    subprocess.run([*words, "-o", str(path), str(EMULATOR / "warpgroup.cpp")], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def multiply(library: ctypes.CDLL, kernels: object) -> Multiply:
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
+
+    def call(
+        case: tuple[int, ...],
+        x: Tensor,
+        weight: tuple[Tensor, Tensor],
+        *,
+        late: bool = True,
+        column_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        silu_mul: bool = False,
+    ) -> Tensor:
+        form, sharing, _, rows, columns, clusters, ranks = case
+        prepared = prepare_weight(*weight, native=x.dtype == torch.float16)
+        out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
+        tensors = (x, prepared.codes, prepared.scales, column_scale, bias, out)
+        arguments: list[Any] = [
+            ctypes.c_void_p(one.data_ptr() if one is not None else None) for one in tensors
+        ]
+        arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, clusters, ranks]
+        is_bfloat = x.dtype == torch.bfloat16
+        library.multiply_warpgroup_on_the_host(late, is_bfloat, form, sharing, *arguments, silu_mul)
+        return out
+
+    return call
+
+
+def check_rounded_once(
+    multiply: Multiply, case: tuple[int, ...], dtype: torch.dtype, late: bool
+) -> None:
+    _, _, tokens, rows, columns, _, _ = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, dtype)
+    factors, bias = torch.rand(rows) + 0.5, torch.randn(rows).to(dtype)
+    y = multiply(case, x, weight, late=late, column_scale=factors, bias=bias)
+    expected = GLOBAL_SCALE * factors.double()
+    assert_rounded_once(y, x, values_of(*weight), expected, bias.double())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sums_are_rounded_once(multiply: Multiply, case: tuple[int, ...]) -> None:
+    check_rounded_once(multiply, case, torch.bfloat16, late=True)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[9], CASES[13]], ids=str)
+def test_copies_and_products_that_are_over_at_once_give_the_same_bits(
+    multiply: Multiply, case: tuple[int, ...]
+) -> None:
+    _, _, tokens, rows, columns, _, _ = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    now, late = (multiply(case, x, weight, late=late) for late in (False, True))
+    assert_same_bits((now,), (late,))
+    assert_rounded_once(now, x, values_of(*weight), torch.tensor(GLOBAL_SCALE).double())
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[11]], ids=str)
+def test_float16_is_rounded_once(multiply: Multiply, case: tuple[int, ...]) -> None:
+    check_rounded_once(multiply, case, torch.float16, late=True)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[9]], ids=str)
+def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply, case: tuple[int, ...]) -> None:
+    _, _, tokens, rows, columns, _, _ = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    y = multiply(case, x, weight, silu_mul=True).double()
+    gate, up = (GLOBAL_SCALE * x.double() @ values_of(*weight).T).chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up
+    assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[10]], ids=str)
+def test_a_row_does_not_depend_on_the_others_of_its_tile(
+    multiply: Multiply, case: tuple[int, ...]
+) -> None:
+    _, _, _, rows, columns, _, _ = case
+    weight, x = packed_weight(rows, columns), activations(32, columns, torch.bfloat16)
+    everything = multiply(case, x, weight)
+    for first, count in ((0, 17), (9, 23)):
+        some = multiply(case, x[first : first + count].contiguous(), weight)
+        assert_same_bits((some,), (everything[first : first + count],))
+
+
+def divided(
+    library: ctypes.CDLL, form: int, tokens: int, shape: tuple[int, int], multiprocessors: int
+) -> tuple[int, int, int]:
+    """Sharing, clusters and thread blocks of each that warpgroup_division.h chooses."""
+    chosen = (ctypes.c_uint32 * 3)()
+    library.divide_on_the_host(form, tokens, *shape, multiprocessors, chosen)
+    return chosen[0], chosen[1], chosen[2]
+
+
+def test_a_division_fits_the_device_and_depends_on_the_bucket_alone(library: ctypes.CDLL) -> None:
+    generator, seen = random.Random(0), set[int]()
+    for _ in range(300):
+        shape = 8 * generator.randrange(1, 4000), 16 * generator.randrange(1, 1100)
+        multiprocessors = generator.choice((132, 114, 78))
+        chunks = -(-shape[1] // 128)
+        for form, buckets in ((FEW, (1, 32)), (SOME, (33, 64)), (MANY, (65, 128)), (WIDE, (999,))):
+            found = {divided(library, form, one, shape, multiprocessors) for one in buckets}
+            assert len(found) == 1, (form, shape)
+            sharing, clusters, ranks = found.pop()
+            assert clusters >= 1 and clusters * ranks <= multiprocessors
+            assert 2 <= ranks <= min(8, chunks) if sharing == CLUSTERS else ranks == 1
+            seen.add(sharing)
+    assert seen == {UNITS, CLUSTERS, RANGES}
+
+
+@pytest.mark.parametrize("multiprocessors", [3, 5])
+def test_the_chosen_division_gives_the_sum(
+    library: ctypes.CDLL, multiply: Multiply, multiprocessors: int
+) -> None:
+    for form, tokens, rows, columns in ((FEW, 27, 264, 912), (MANY, 70, 136, 656)):
+        division = divided(library, form, tokens, (rows, columns), multiprocessors)
+        case = (form, division[0], tokens, rows, columns, *division[1:])
+        check_rounded_once(multiply, case, torch.bfloat16, late=True)
