@@ -1,6 +1,6 @@
 """Quantizes a model with a library in a separate environment, for real_model_quality.py.
 
-    python real_model_exports.py llm_compressor gptq|awq|awq_gptq|smooth|smooth_w4a4 BF16_FOLDER DEST
+    python real_model_exports.py llm_compressor gptq|awq|awq_gptq|smooth[_w4a4] BF16_FOLDER DEST
     python real_model_exports.py modelopt mse|awq_lite BF16_FOLDER DEST
     python real_model_exports.py llama Q4_0|Q4_1 FILE.gguf DEST ROWS.json
 
