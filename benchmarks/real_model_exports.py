@@ -1,6 +1,6 @@
 """Quantizes a model with a library in a separate environment, for real_model_quality.py.
 
-    python real_model_exports.py llm_compressor gptq|awq|awq_gptq BF16_FOLDER DEST
+    python real_model_exports.py llm_compressor gptq|awq|awq_gptq|smooth[_w4a4] BF16_FOLDER DEST
     python real_model_exports.py modelopt mse|awq_lite BF16_FOLDER DEST
     python real_model_exports.py llama Q4_0|Q4_1 FILE.gguf DEST ROWS.json
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROW_TOKENS, ROWS = 512, 32  # as nibble/checkpoint/convert/gptq.py
+EVERY = 4  # of these rows for AWQ, whose search runs every layer 10 times, and SmoothQuant
 
 
 def calibration(tokenizer: Any) -> list[list[int]]:
@@ -38,18 +39,26 @@ def loaded(source: str) -> tuple[Any, Any]:
 
 
 def llm_compressor(method: str, source: str, dest: str) -> None:
+    import torch
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
 
+    if not torch.cuda.is_available():  # AWQ of 0.14 pins memory, which fails without a driver
+        IntermediatesCache.pin_memory = lambda *_: None
     model, tokenizer = loaded(source)
-    rows = calibration(tokenizer)
-    groups = {"group_0": preset_name_to_scheme("NVFP4A16", ["Linear"])}
+    rows = calibration(tokenizer)[:: 1 if method == "gptq" else EVERY]
+    scheme = "NVFP4" if method.endswith("w4a4") else "NVFP4A16"
+    groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
     last = GPTQModifier if "gptq" in method else QuantizationModifier
-    recipe = [AWQModifier(n_grid=10)] if "awq" in method else []
+    recipe: list[Any] = [AWQModifier(n_grid=10)] if "awq" in method else []
+    if method.startswith("smooth"):
+        recipe = [SmoothQuantModifier(smoothing_strength=0.5)]
     oneshot(
         model=model,
         dataset=Dataset.from_list(

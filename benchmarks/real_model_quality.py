@@ -34,10 +34,13 @@ from real_model_server import ROOT, reference
 from real_model_text import ROWS, digest, held_out
 from torch import Tensor
 
+from nibble.checkpoint.convert.gptq import default_texts
+
 EXPORTS = ROOT / "benchmarks" / "real_model_exports.py"
 RESULTS = ROOT / "benchmarks" / "results" / "real_model_quality_cpu.json"
-CALIBRATION = ROOT / "models" / "demo_other_prompts.txt"
-FP4 = ("--activations", "fp4", "--calibrate", str(CALIBRATION))
+CALIBRATION = "calibration.txt"  # in the work folder: topics of Python's manual, one a line
+CACHE_SCALES = (".k_scale", ".v_scale")
+FP4 = ("--activations", "fp4", "--calibrate", CALIBRATION)
 
 
 class Row(NamedTuple):
@@ -48,6 +51,7 @@ class Row(NamedTuple):
     words: tuple[str, ...]
     activations: str = "bf16"
     library: str = ""
+    cache: str = ""  # "fp8": every cache is rounded, with the checkpoint's scales where it has some
 
 
 TABLE = {
@@ -57,9 +61,19 @@ TABLE = {
     "W4A4 round": Row(FP4, "fp4"),
     "W4A4 four-over-six": Row(("--four-over-six", *FP4), "fp4"),
     "W4A4 gptq": Row(("--method", "gptq", *FP4), "fp4"),
+    **{
+        f"four-over-six, {percent} % larger": Row(
+            ("--four-over-six", "--keep-sensitive", str(percent))
+        )
+        for percent in (5, 20, 50)
+    },
+    "four-over-six, FP8 cache without scales": Row(("--four-over-six",), cache="fp8"),
+    "four-over-six, FP8 cache": Row(("--four-over-six", "--kv-cache", "fp8"), cache="fp8"),
     "llm-compressor GPTQ, largest magnitude": Row(("gptq",), library="llm_compressor"),
     "llm-compressor AWQ": Row(("awq",), library="llm_compressor"),
     "llm-compressor AWQ and GPTQ": Row(("awq_gptq",), library="llm_compressor"),
+    "llm-compressor SmoothQuant": Row(("smooth",), library="llm_compressor"),
+    "W4A4 llm-compressor SmoothQuant": Row(("smooth_w4a4",), "fp4", "llm_compressor"),
     "ModelOpt MSE of all E4M3 scales": Row(("mse",), library="modelopt"),
     "ModelOpt AWQ lite": Row(("awq_lite",), library="modelopt"),
     "llama.cpp Q4_0": Row(("Q4_0",), library="llama"),
@@ -142,10 +156,37 @@ def held_out_text(bf16: Path, work: Path) -> Text:
 
 
 @torch.inference_mode()
-def logprobs(network: Any, rows: list[list[int]]) -> Iterator[Tensor]:
+def logprobs(
+    network: Any, rows: list[list[int]], new_cache: Callable[[], Any] | None = None
+) -> Iterator[Tensor]:
     """[tokens - 1, vocabulary] of each row."""
     for ids in rows:
-        yield network(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        words = {"past_key_values": new_cache(), "use_cache": True} if new_cache else {}
+        yield network(torch.tensor([ids]), **words).logits[0, :-1].float().log_softmax(-1)
+
+
+def fp8_cache(folder: Path) -> Any:
+    """A cache that rounds keys and values to E4M3, with the scales of the checkpoint or 1."""
+    from safetensors import safe_open
+    from transformers import DynamicCache
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if name.endswith(CACHE_SCALES)]  # noqa: SIM118
+        scales = {name: file.get_tensor(name) for name in names}
+
+    def rounded(x: Tensor, layer: int, part: str) -> Tensor:
+        name = f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale"
+        scale = scales.get(name, torch.tensor(1.0))
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+    class Fp8Cache(DynamicCache):
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **words: Any
+        ):
+            both = rounded(key_states, layer_idx, "k"), rounded(value_states, layer_idx, "v")
+            return super().update(*both, layer_idx, *more, **words)
+
+    return Fp8Cache()
 
 
 def measured(found: Iterator[Tensor], text: Text) -> dict[str, float]:
@@ -173,10 +214,15 @@ def by_nibble(
     name: str, row: Row, _python: Path, bf16: Path, _gguf: Path, work: Path, text: Text
 ) -> dict[str, Any]:
     """`nibble convert` of the BF16 folder."""
-    folder, minutes = work / name.replace(" ", "-"), None
+    folder, minutes = (
+        work / "-".join(["nvfp4", *row.words]).replace("--", "").replace("/", "_"),
+        None,
+    )
     if not folder.exists():
-        words = [sys.executable, "-m", "nibble", "convert", str(bf16), str(folder)]
-        minutes = timed([*words, "--to", "nvfp4", *row.words])
+        texts = work / CALIBRATION
+        texts.write_text("\n".join(" ".join(text.split()) for text in default_texts()[::8]))
+        words = [sys.executable, "-m", "nibble", "convert", str(bf16), str(folder), "--to", "nvfp4"]
+        minutes = timed([*words, *(str(texts) if x == CALIBRATION else x for x in row.words)])
     return of_checkpoint(folder, row, text, minutes)
 
 
@@ -230,7 +276,8 @@ def timed(words: list[str]) -> float:
 
 def of_checkpoint(folder: Path, row: Row, text: Text, minutes: float | None) -> dict[str, Any]:
     with reference(folder, row.activations) as float32:
-        result = measured(logprobs(float32.network, text.rows), text)
+        cache = (lambda: fp8_cache(folder)) if row.cache else None
+        result = measured(logprobs(float32.network, text.rows, cache), text)
     result |= {"bytes": weights_bytes(folder)}
     return result if minutes is None else result | {"minutes": round(minutes, 2)}
 

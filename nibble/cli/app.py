@@ -148,8 +148,8 @@ def convert(
         Path | None,
         typer.Option(
             help=(
-                "Text file whose lines the model reads to measure the activation scales of"
-                " --activations fp4, or for --method gptq. Default of gptq: Python's manual."
+                "Text file whose lines the model reads to measure: needed by --activations fp4."
+                " Default of --method gptq, --kv-cache and --keep-sensitive: Python's manual."
             )
         ),
     ] = None,
@@ -173,6 +173,23 @@ def convert(
         list[str] | None,
         typer.Option(help="Modules to leave in BF16, such as '*.layers.0.*'; repeatable."),
     ] = None,
+    keep_sensitive: Annotated[
+        float,
+        typer.Option(
+            metavar="PERCENT",
+            help=(
+                "Growth of the checkpoint in percent, for the layers that lose most when quantized;"
+                " they stay in BF16."
+            ),
+        ),
+    ] = 0.0,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache",
+            help="Type of the KV cache to declare, with measured scales: fp8. Default: none.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write an NVFP4 checkpoint in another layout, or a BF16 model or a GGUF file in NVFP4."""
@@ -181,14 +198,17 @@ def convert(
     from nibble.cli.common import say
     from nibble.cli.pull_progress import shown
 
-    wishes = read_wishes(activations, calibrate, four_over_six, exclude or (), method)
+    wishes = read_wishes(
+        activations, calibrate, four_over_six, exclude or (), method, kv_cache, keep_sensitive
+    )
     with shown(say) as on_progress:
         done = run(source, dest, to, wishes, on_progress)
-    (
+    if as_json:
         print_json(vars(done))
-        if as_json
-        else print(f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes")
-    )
+        return
+    print(f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes")
+    if done.kept:
+        print(f"left in BF16 (--keep-sensitive): {', '.join(done.kept)}")
 
 
 @app.command()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support.servers.serving import Server
 RECORDED = ROOT / "models/packaged" / DEFAULT_MODEL
 QUESTIONS = [json.loads(line) for line in (RECORDED / "questions.jsonl").read_text().splitlines()]
 CHAT = "/v1/chat/completions"
+SOAK_MINUTES = "10"
 
 
 def test_the_registry_has_the_package_that_nibble_knows(tmp_path: Path) -> None:
@@ -71,6 +74,26 @@ def test_a_start_without_a_model_fetches_converts_and_answers_20_questions(serve
         f".{DEFAULT_MODEL}.lock",
         DEFAULT_MODEL,
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_ten_minutes_of_mixed_load_change_nothing(server: Server, tmp_path: Path) -> None:
+    """Errors, restarts, memory, log-probs and requests that were left (docs/measuring.md)."""
+    out = tmp_path / "soak.json"
+    words = ["soak", "--minutes", SOAK_MINUTES, "--concurrency", "4", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "nibble", *words],
+        env=server.environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["verdict"] == "steady" and found["failed"] == {} and found["left_over"] == 0
+    assert {"short", "long", "streamed", "aborted", "seeded", "structured"} <= found["done"].keys()
 
 
 # --- what applications ask for --------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -45,9 +46,54 @@ def test_rows_do_not_depend_on_how_many_are_rounded_at_once(
     weights: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = weights.quantize(gaussian())
-    monkeypatch.setattr(weights, "ELEMENTS_AT_ONCE", 300)
-    parts = weights.quantize(gaussian())
-    assert all(hex_of(a) == hex_of(b) for a, b in zip(whole, parts, strict=True))
+    scale = (gaussian().abs().amax().float(), whole.global_scale)
+    monkeypatch.setattr(weights.reference, "ELEMENTS_AT_ONCE", 300)
+    parts = weights.reference.quantize_weight(gaussian(), *scale, False)
+    assert all(hex_of(a) == hex_of(b) for a, b in zip(whole[:2], parts, strict=True))
+
+
+def spread(rows: int, columns: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Weights of many magnitudes, with ties, zeros and both signs of zero."""
+    random = torch.Generator().manual_seed(rows + columns)
+    normal = torch.randn(rows, columns, generator=random)
+    wide = normal * torch.randn(rows, columns, generator=random).mul(3).exp()
+    sparse = -normal * 1e-4
+    sparse[:, :16] = 0.0
+    for each in (normal, wide, normal.mul(4).round() / 8, sparse):
+        yield each.clamp(-6e4, 6e4).to(dtype)
+
+
+@pytest.mark.parametrize("four_over_six", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_compiled_operator_gives_the_specifications_bytes(
+    weights: ModuleType, compiled: str, dtype: torch.dtype, four_over_six: bool
+) -> None:
+    if compiled != "cpu":
+        pytest.skip("nothing is compiled for it")
+    for rows, columns in ((1, 16), (7, 208), (64, 2064)):
+        for weight in spread(rows, columns, dtype):
+            largest = weights.largest_magnitude(weight)
+            assert torch.equal(largest, weight.abs().amax().float())
+            for amax in (largest, largest * 2.3, torch.tensor(0.0)):
+                found = weights.quantize(weight, amax, four_over_six=four_over_six)
+                stated = weights.reference.quantize_weight(
+                    weight, amax, found.global_scale, four_over_six
+                )
+                assert [hex_of(one) for one in found[:2]] == [hex_of(one) for one in stated]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_magnitude_is_found_anywhere_and_a_nan_is_no_number(
+    weights: ModuleType, dtype: torch.dtype
+) -> None:
+    x = torch.ones(3 * 65536 + 5, dtype=dtype)
+    for place in (0, 65535, 65536, len(x) - 1):
+        x[place] = -3.5
+        assert float(weights.largest_magnitude(x)) == 3.5
+        x[place] = 1.0
+    x[70000] = float("nan")
+    assert weights.largest_magnitude(x).isnan()
+    assert float(weights.largest_magnitude(x[:0])) == 0.0
 
 
 def test_a_larger_amax_gives_a_larger_global_scale_and_the_same_error(weights: ModuleType) -> None:

@@ -29,6 +29,7 @@ from nibble.checkpoint.convert.config import (
 )
 from nibble.checkpoint.convert.files import one_by_one, rewrite
 from nibble.checkpoint.convert.layouts import Relabel, check
+from nibble.checkpoint.convert.measured import measured
 from nibble.checkpoint.convert.original import Original, original
 from nibble.checkpoint.convert.quantize import (
     Encode,
@@ -54,11 +55,14 @@ _SOURCE_LAYOUTS: Mapping[str, Layout] = {
 
 @dataclass(frozen=True)
 class Done:
-    """The result: the number of NVFP4 weights, and bytes of tensors."""
+    """The result: the number of NVFP4 weights, bytes of tensors, and the layers that were kept in
+    BF16 because they are sensitive.
+    """
 
     dest: Path
     weights: int
     nbytes: int
+    kept: tuple[str, ...] = ()
 
 
 def convert(
@@ -88,8 +92,9 @@ def convert(
         model.add_others(unfinished)
         from_bf16 = _pack if is_cloverlm(model.found) else _quantize
         make = from_bf16 if to == "nvfp4" else _relabel
-        count = make(model, unfinished, to, wishes, on_progress)
-    return Done(dest, count, sum(path.stat().st_size for path in dest.rglob("*.safetensors")))
+        count, kept = make(model, unfinished, to, wishes, on_progress)
+    nbytes = sum(path.stat().st_size for path in dest.rglob("*.safetensors"))
+    return Done(dest, count, nbytes, kept)
 
 
 def _need_kernels() -> None:
@@ -130,7 +135,11 @@ def _beside(dest: Path) -> Iterator[Path]:
 # --- one layout to another ------------------------------------------------------------------------
 
 
-def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: OnProgress) -> int:
+# The number of NVFP4 weights, and the layers that --keep-sensitive left in BF16.
+Made = tuple[int, tuple[str, ...]]
+
+
+def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: OnProgress) -> Made:
     found, folder = model.found, model.found.path
     assert folder is not None
     weights = _nvfp4_weights(found)
@@ -151,7 +160,7 @@ def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: 
     values = model.counted("write", found.tensors.values(), on_progress)
     make = one_by_one(values, conversion.data)
     rewrite(dest, found.tensors, conversion.outputs, make, model.indexes)
-    return len(weights)
+    return len(weights), ()
 
 
 def _nvfp4_weights(found: Checkpoint) -> dict[str, Nvfp4Weight]:
@@ -222,7 +231,7 @@ def _plain_modules(tensors: Mapping[str, TensorInfo], quantized: Iterable[str]) 
 
 def _quantize(
     model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress
-) -> int:
+) -> Made:
     found, tensors = model.found, model.found.tensors
     if found.scheme.vllm_quantization is not None or found.scheme.unsupported_reason:
         raise _not_bf16(found, "modelopt")
@@ -233,21 +242,23 @@ def _quantize(
             what=f"{found.id} has no linear layer to quantize",
             action="check the patterns of --exclude",
         )
+    known = measured(model, dest, parts, wishes)
+    parts, scales, caches = known.parts, known.input_scales, known.cache_scales
     modules = [part.module for group in parts.values() for part in group]
-    scales = _input_scales(model, dest, modules, wishes)
     ignore = ignore_list("modelopt", found.config, None, modules, _unquantized(tensors, parts))
-    write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, None)
+    cache = "fp8" if caches else None
+    write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, cache)
     if wishes.method == "round" and one_pass.fits(tensors, parts):
         values = model.counted("write", tensors.values(), on_progress)
-        once = one_pass.OnePass(parts, values, found.where, wishes, scales)
+        once = one_pass.OnePass(parts, values, found.where, wishes, scales, caches)
         rewrite(dest, tensors, once.outputs, once.of_file, model.indexes)
-        return len(modules)
+        return len(modules), known.kept
     with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:
-        conversion = Quantization(parts, encode, scales)
+        conversion = Quantization(parts, encode, scales, caches)
         values = model.counted("write", tensors.values(), on_progress)
         make = one_by_one(values, conversion.data)
         rewrite(dest, tensors, conversion.outputs, make, model.indexes)
-    return len(modules)
+    return len(modules), known.kept
 
 
 @contextmanager
@@ -274,25 +285,17 @@ def _encoder(
             yield encode
 
 
-def _input_scales(
-    model: Original, dest: Path, modules: list[str], wishes: Wishes
-) -> dict[str, float]:
-    """The activation scales of W4A4; empty for W4A16."""
-    if wishes.activations != "fp4":
-        return {}
-    from nibble.checkpoint.convert.calibrate import input_amax
-
-    with model.bf16_folder(dest) as folder:
-        return quantize.input_scales(modules, input_amax(folder, wishes.texts))
-
-
-def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress) -> int:
+def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: OnProgress) -> Made:
     """CloverLM, whose quantization and layout are Quartet II's."""
     found, tensors = model.found, model.found.tensors
     if found.scheme.name != "quartet2-bf16":
         raise _not_bf16(found, "quartet-packed")
-    if wishes.method != "round" or wishes.exclude or wishes.texts:
-        what = "--method, --exclude and --calibrate do not work with CloverLM"
+    measures = wishes.texts or wishes.fp8_cache or wishes.keep_percent
+    if wishes.method != "round" or wishes.exclude or measures:
+        what = (
+            "--method, --exclude, --calibrate, --kv-cache and --keep-sensitive do not work with"
+            " CloverLM"
+        )
         action = "drop them: a server quantizes all its weights, and activations at run time"
         raise NibbleError(ExitCode.USAGE, what=what, action=action)
     parts = quantize.select(tensors, found.hidden_size, ())
@@ -309,7 +312,7 @@ def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: On
     values = model.counted("write", tensors.values(), on_progress)
     make = one_by_one(values, conversion.data)
     rewrite(dest, tensors, conversion.outputs, make, model.indexes)
-    return len(parts)
+    return len(parts), ()
 
 
 def _not_bf16(found: Checkpoint, layout: Layout) -> NibbleError:

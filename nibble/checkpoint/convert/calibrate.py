@@ -1,12 +1,14 @@
-"""Reads or replaces inputs of linear layers in transformers, to calibrate or emulate W4A4."""
+"""Reads or replaces inputs of linear layers in transformers, to calibrate or emulate W4A4; the
+largest keys and values of each layer's cache.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nibble.errors import ExitCode, NibbleError
 
@@ -77,12 +79,15 @@ def _experts(layer: Any, x: Any, chosen: Any, weights: Any) -> Any:
     return total
 
 
-def input_amax(model_dir: Path, texts: Iterable[str]) -> dict[str, float]:
-    """The largest input of each linear layer while the BF16 model in `model_dir` reads `texts`.
+class Loaded(NamedTuple):
+    """A BF16 model in transformers, on a GPU if available, and its tokenizer."""
 
-    Names are those of transformers. It loads the whole model, on a GPU if available. Raises MODEL
-    when transformers cannot load it.
-    """
+    network: Any
+    tokenizer: Any
+
+
+def load(model_dir: Path) -> Loaded:
+    """The whole model. Raises MODEL when transformers cannot load it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -91,22 +96,56 @@ def input_amax(model_dir: Path, texts: Iterable[str]) -> dict[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+        network: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     except (OSError, ValueError, KeyError, ImportError) as error:
         what = f"transformers cannot load {model_dir} to calibrate it: {error}"
-        raise NibbleError(ExitCode.MODEL, what=what, action="use --activations bf16") from None
+        action = "use --activations bf16, without --kv-cache and --keep-sensitive"
+        raise NibbleError(ExitCode.MODEL, what=what, action=action) from None
+    return Loaded(network.to(device).eval(), tokenizer)
+
+
+def token_rows(tokenizer: Any, texts: Iterable[str]) -> list[list[int]]:
+    """The first tokens of each text."""
+    words = {"truncation": True, "max_length": MAX_TOKENS}
+    return [tokenizer(text, **words).input_ids for text in texts]
+
+
+class Largest(NamedTuple):
+    """Magnitudes while a model reads texts: the input of each linear layer, by transformers' names;
+    keys and values of each layer's cache.
+    """
+
+    inputs: dict[str, float]
+    caches: list[tuple[float, float]]
+
+
+def largest(model: Loaded, rows: Iterable[Sequence[int]]) -> Largest:
+    """What the model computes with when it reads `rows` of token ids."""
+    import torch
+
     found: defaultdict[str, float] = defaultdict(float)
+    caches: list[tuple[float, float]] = []
 
     def see(names: tuple[str, ...], x: Any) -> Any:
-        largest = float(x.abs().max()) if x.numel() else 0.0
+        most = _magnitude(x)
         for name in names:
-            found[name] = max(found[name], largest)
+            found[name] = max(found[name], most)
         return x
 
-    with torch.inference_mode(), watched(model.to(device).eval(), see):
-        for text in texts:
-            ids = tokenizer(
-                text, return_tensors="pt", truncation=True, max_length=MAX_TOKENS
-            ).input_ids
-            model(ids.to(device))
-    return dict(found)
+    network = model.network
+    with torch.inference_mode(), watched(network, see):
+        for ids in rows:
+            out = network(torch.tensor([list(ids)], device=network.device), use_cache=True)
+            here = [
+                (_magnitude(layer.keys), _magnitude(layer.values))
+                for layer in getattr(out.past_key_values, "layers", ())
+                if getattr(layer, "keys", None) is not None
+            ]
+            if not caches:
+                caches = here
+            caches = [(max(k, a), max(v, b)) for (k, v), (a, b) in zip(caches, here, strict=True)]
+    return Largest(dict(found), caches)
+
+
+def _magnitude(x: Any) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0

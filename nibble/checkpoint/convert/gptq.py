@@ -31,17 +31,17 @@ LEAST_ROWS = 8
 LOG_LINES = 40
 
 
-def check_modules(parts: Mapping[str, tuple[Part, ...]]) -> None:
-    """Raise CONFIG for experts, which transformers stacks and llm-compressor does not find by
+def check_modules(parts: Mapping[str, tuple[Part, ...]], option: str = "--method gptq") -> None:
+    """Raise CONFIG for experts, which transformers stacks, so that `option` does not find them by
     name.
     """
     for part in (part for group in parts.values() for part in group):
         if ".experts." in part.module:
             raise NibbleError(
                 ExitCode.CONFIG,
-                what=f"--method gptq does not quantize experts ({part.module})",
+                what=f"{option} does not work with experts ({part.module})",
                 expected="a dense model",
-                action="use --method round, or leave them in BF16: --exclude '*.experts.*'",
+                action=f"drop {option}, or leave them in BF16: --exclude '*.experts.*'",
             )
 
 

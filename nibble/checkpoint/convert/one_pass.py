@@ -13,6 +13,8 @@ from nibble.checkpoint.convert.ahead import AHEAD_BYTES, ahead
 from nibble.checkpoint.convert.files import Read, Values, in_files
 from nibble.checkpoint.convert.quantize import (
     Amax,
+    CacheScales,
+    Encode,
     Part,
     Quantization,
     group,
@@ -66,13 +68,18 @@ class OnePass:
         where: str,
         wishes: Wishes,
         input_scales: Mapping[str, float],
+        cache_scales: CacheScales,
     ) -> None:
         self._parts, self._values, self._where = parts, values, where
         self._wishes, self._input_scales = wishes, input_scales
+        self._cache_scales = cache_scales
 
     def outputs(self, info: TensorInfo) -> list[TensorInfo]:
         """The tensors that a stored tensor becomes."""
-        return Quantization(self._parts, rounding({}, False), self._input_scales).outputs(info)
+        return self._conversion(rounding({}, False)).outputs(info)
+
+    def _conversion(self, encode: Encode) -> Quantization:
+        return Quantization(self._parts, encode, self._input_scales, self._cache_scales)
 
     def of_file(self, inside: Sequence[TensorInfo]) -> Iterator[list[Any]]:
         """The bytes of the new tensors, for each tensor of a file."""
@@ -87,7 +94,7 @@ class OnePass:
                 read = _reader(held[info.name])
                 amax |= largest_of(self._where, self._parts[info.name], info.dtype, read)
         encode = rounding(self._wishes.share_scales(amax), self._wishes.four_over_six)
-        conversion = Quantization(self._parts, encode, self._input_scales)
+        conversion = self._conversion(encode)
         return [list(conversion.data(info, _reader(held[info.name]))) for info in batch]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 QUANTIZED_KINDS = ("attention", "linear_attention", "mlp", "moe_experts", "shared_experts")
 
 Amax = dict[str, float]
+# By the name of a stored tensor: the scale of the cache that its output goes to, as (name, value).
+CacheScales = Mapping[str, tuple[str, float]]
 ShareScales = Callable[[Amax], Amax]
 
 
@@ -49,13 +52,12 @@ class Quantization:
     parts: Mapping[str, tuple[Part, ...]]  # by the name of the stored tensor
     encode: Encode
     input_scales: Mapping[str, float]
+    cache_scales: CacheScales
 
     def outputs(self, info: TensorInfo) -> list[TensorInfo]:
         """The tensors that a stored tensor becomes."""
-        if info.name not in self.parts:
-            return [info]
-        found = []
-        for part in self.parts[info.name]:
+        found = [] if info.name in self.parts else [info]
+        for part in self.parts.get(info.name, ()):
             found += [
                 tensor(f"{part.module}.weight", "U8", (part.rows, part.columns // 2)),
                 tensor(
@@ -67,23 +69,20 @@ class Quantization:
             ]
             if self.input_scales:
                 found.append(tensor(f"{part.module}.input_scale", "F32", ()))
+        if info.name in self.cache_scales:
+            found.append(tensor(self.cache_scales[info.name][0], "F32", ()))
         return found
 
     def data(self, info: TensorInfo, read: Read) -> Iterator[Any]:
         """The bytes of `outputs`."""
-        import torch
-
         if info.name not in self.parts:
             yield read(0, info.nbytes)
-            return
-        for part in self.parts[info.name]:
+        for part in self.parts.get(info.name, ()):
             yield from self.encode(part, info.dtype, read)
             if self.input_scales:
-                yield (
-                    torch.tensor(self.input_scales[part.module], dtype=torch.float32)
-                    .numpy()
-                    .tobytes()
-                )
+                yield struct.pack("<f", self.input_scales[part.module])
+        if info.name in self.cache_scales:
+            yield struct.pack("<f", self.cache_scales[info.name][1])
 
 
 def rounding(amax: Mapping[str, float], four_over_six: bool) -> Encode:
@@ -250,7 +249,9 @@ def largest_of(where: str, parts: Iterable[Part], dtype: str, read: Read) -> Ama
 
 
 def _finite_amax(where: str, part: Part, weight: Any) -> float:
-    largest = float(weight.abs().max())
+    from nibble_kernels.weight_quant import largest_magnitude
+
+    largest = float(largest_magnitude(weight))
     if not math.isfinite(largest):
         what = f"{part.module}.weight in {where} holds values that are not finite"
         raise NibbleError(ExitCode.MODEL, what=what, action="download the model again")
@@ -284,11 +285,11 @@ def input_scales(modules: Iterable[str], amax: Mapping[str, float]) -> dict[str,
     by_kind: defaultdict[str, float] = defaultdict(float)
     for name, largest in amax.items():
         by_kind[_kind(name)] = max(by_kind[_kind(name)], largest)
-    known = {_without_model(name): largest for name, largest in amax.items()}
-    kinds = {_without_model(name): largest for name, largest in by_kind.items()}
+    known = {without_model(name): largest for name, largest in amax.items()}
+    kinds = {without_model(name): largest for name, largest in by_kind.items()}
     found = {}
     for module in modules:
-        name = _without_model(module)
+        name = without_model(module)
         largest = known.get(name) or kinds.get(_kind(name))
         if not largest:
             what = f"no calibration text reached {module}"
@@ -306,6 +307,6 @@ def _kind(module: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.*.", module)
 
 
-def _without_model(name: str) -> str:
+def without_model(name: str) -> str:
     """The name without `model.`, which files and transformers use differently."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))

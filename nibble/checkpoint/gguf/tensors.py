@@ -158,6 +158,7 @@ def bf16(one: Stored) -> bytearray:
     import numpy
     import torch
     from gguf import GGML_QUANT_SIZES
+    from nibble_kernels.gguf_blocks import BLOCKS, gguf_to_bfloat16
 
     kind = one.tensor.tensor_type
     elements, block_bytes = GGML_QUANT_SIZES[kind]
@@ -165,12 +166,14 @@ def bf16(one: Stored) -> bytearray:
     raw = numpy.ascontiguousarray(raw).reshape(-1).view(numpy.uint8)
     data = bytearray(len(raw) // block_bytes * elements * BF16_BYTES)
     result = torch.frombuffer(data, dtype=torch.bfloat16)
+    is_ours = kind.name in BLOCKS and not one.minus
     step = CHUNK_ELEMENTS // elements * block_bytes
-
     for begin in range(0, len(raw), step):
-        chunk = torch.from_numpy(_float32(raw[begin : begin + step], kind))
+        # A copy, because torch warns of the file's mapping, which cannot be written to
+        chunk = torch.from_numpy(raw[begin : begin + step].copy())
         at = begin // block_bytes * elements
-        result[at : at + len(chunk)] = chunk - one.minus if one.minus else chunk
+        values = gguf_to_bfloat16(chunk, kind.name) if is_ours else _float32(chunk, kind)
+        result[at : at + len(values)] = values - one.minus if one.minus else values
     if one.interleaved_heads:
         rows = shape_of(one.tensor)[0]
         pairs = result.view(one.interleaved_heads, rows // one.interleaved_heads // 2, 2, -1)
@@ -178,10 +181,17 @@ def bf16(one: Stored) -> bytearray:
     return data
 
 
-def _float32(raw: Any, kind: Any) -> Any:
+def _float32(blocks: Any, kind: Any) -> Any:
+    """Values of a type that nibble_kernels lacks, by the library gguf."""
     import numpy
+    import torch
     from gguf.quants import dequantize
 
+    if kind.name == "BF16":
+        return blocks.view(torch.bfloat16).float()
+    if kind.name == "F16":
+        return blocks.view(torch.float16).float()
     with numpy.errstate(all="ignore"):  # values that are not finite are refused by their name
         # As one row: the library loops over groups of 16 rows, which takes three times as long
-        return dequantize(raw.reshape(1, -1), kind).astype(numpy.float32).reshape(-1)
+        row = dequantize(blocks.numpy().reshape(1, -1), kind)
+        return torch.from_numpy(row.astype(numpy.float32).reshape(-1))

@@ -50,8 +50,9 @@ def vllm_cache() -> Path:
 
 # Between Ray's and those that the kernel gives to connections, a block for each process of a test
 # run: what a test finds free stays free until its server takes it.
-FIRST_PORT, PORTS_OF_A_PROCESS = 21000, 2000
-_next_port = itertools.count(os.getpid())
+FIRST_PORT, PORTS_OF_A_PROCESS, PORTS_OF_A_RUN = 21000, 2000, 20
+# Test runs that begin at one moment have neighbouring process ids
+_next_port = itertools.count(os.getpid() * PORTS_OF_A_RUN)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

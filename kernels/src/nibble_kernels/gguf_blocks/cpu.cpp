@@ -1,0 +1,150 @@
+// nibble::gguf_to_bfloat16 on the CPU: reference.py with vector instructions.
+#include "nibble/cpu.h"
+
+namespace nibble::cpu {
+namespace {
+
+constexpr int64_t kSmall = 32, kSuper = 256;  // elements of a block
+constexpr int64_t kAtOnce = 64;               // small blocks, or 8 super-blocks
+
+NIBBLE_FUNCTION float half_at(const uint8_t* from) {
+  torch::headeronly::Half value;
+  std::memcpy(&value, from, sizeof value);
+  return static_cast<float>(value);
+}
+
+NIBBLE_FUNCTION void store_rounded(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(from[i]);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    to[i] = static_cast<uint16_t>((bits & 0x7fffffff) > kFloatInfinity ? 0x7fc0 : rounded);
+  }
+}
+
+// Codes of 16 bytes: the low nibbles, then the high ones.
+NIBBLE_FUNCTION void nibbles(const uint8_t* from, int64_t bytes, int32_t* codes) {
+  for (int64_t i = 0; i < bytes; ++i) {
+    codes[i] = from[i] & 15;
+    codes[i + bytes] = from[i] >> 4;
+  }
+}
+
+// Blocks of 32: [scale, minimum?, fifth bits?, codes].
+template <bool HasMinimum, bool HasFifthBit>
+NIBBLE_FUNCTION void small_block(const uint8_t* from, float* to) {
+  const float scale = half_at(from), minimum = HasMinimum ? half_at(from + 2) : 0.0f;
+  from += HasMinimum ? 4 : 2;
+  int32_t codes[kSmall];
+  nibbles(from + (HasFifthBit ? 4 : 0), kSmall / 2, codes);
+  if constexpr (HasFifthBit) {
+    uint32_t bits;
+    std::memcpy(&bits, from, sizeof bits);
+    for (int32_t i = 0; i < kSmall; ++i) codes[i] |= (bits >> i & 1) << 4;
+  }
+  for (int32_t i = 0; i < kSmall; ++i) {
+    if constexpr (HasMinimum) {
+      to[i] = scale * static_cast<float>(codes[i]) + minimum;
+    } else {
+      to[i] = scale * static_cast<float>(codes[i] - (HasFifthBit ? 16 : 8));
+    }
+  }
+}
+
+NIBBLE_FUNCTION void byte_block(const uint8_t* from, float* to) {
+  const float scale = half_at(from);
+  for (int64_t i = 0; i < kSmall; ++i) to[i] = static_cast<float>(static_cast<int8_t>(from[2 + i])) * scale;
+}
+
+// Super-blocks of 256 with eight scales and minima of six bits.
+template <bool HasFifthBit>
+NIBBLE_FUNCTION void scaled_block(const uint8_t* from, float* to) {
+  const float scale = half_at(from), minimum = half_at(from + 2);
+  const uint8_t *low = from + 4, *middle = from + 8, *high = from + 12;
+  const uint8_t* fifth = from + 16;
+  const uint8_t* codes = from + (HasFifthBit ? 48 : 16);
+  for (int64_t part = 0; part < 8; ++part) {
+    const int64_t i = part % 4;
+    const int32_t six = part < 4 ? low[i] & 63 : (high[i] & 15) | (low[i] >> 2 & 48);
+    const int32_t offset = part < 4 ? middle[i] & 63 : high[i] >> 4 | (middle[i] >> 2 & 48);
+    const float part_scale = scale * static_cast<float>(six);
+    const float part_minimum = minimum * static_cast<float>(offset);
+    const uint8_t* bytes = codes + part / 2 * 32;
+    const int32_t shift = part % 2 * 4;
+    for (int64_t j = 0; j < 32; ++j) {
+      int32_t code = bytes[j] >> shift & 15;
+      if constexpr (HasFifthBit) code |= (fifth[j] >> part & 1) << 4;
+      to[part * 32 + j] = part_scale * static_cast<float>(code) - part_minimum;
+    }
+  }
+}
+
+NIBBLE_FUNCTION void six_bit_block(const uint8_t* from, float* to) {
+  const float scale = half_at(from + 208);
+  for (int64_t part = 0; part < 8; ++part) {
+    const uint8_t* low = from + part / 4 * 64 + part % 2 * 32;
+    const uint8_t* high = from + 128 + part / 4 * 32;
+    const int32_t low_shift = part % 4 / 2 * 4, high_shift = part % 4 * 2;
+    for (int64_t half = 0; half < 2; ++half) {
+      const auto small = static_cast<int8_t>(from[192 + part * 2 + half]);
+      const float part_scale = scale * static_cast<float>(small);
+      for (int64_t j = half * 16; j < half * 16 + 16; ++j) {
+        const int32_t code = (low[j] >> low_shift & 15) | (high[j] >> high_shift & 3) << 4;
+        to[part * 32 + j] = part_scale * static_cast<float>(code - 32);
+      }
+    }
+  }
+}
+
+#define NIBBLE_GGUF_BLOCKS(name, elements, bytes, block)                           \
+  NIBBLE_CPU_LEVELS void name(const uint8_t* from, int64_t blocks, uint16_t* to) { \
+    float values[elements];                                                        \
+    for (int64_t i = 0; i < blocks; ++i, from += bytes, to += elements) {          \
+      block(from, values);                                                         \
+      store_rounded(values, elements, to);                                         \
+    }                                                                              \
+  }
+
+NIBBLE_GGUF_BLOCKS(q4_0, kSmall, 18, (small_block<false, false>))
+NIBBLE_GGUF_BLOCKS(q4_1, kSmall, 20, (small_block<true, false>))
+NIBBLE_GGUF_BLOCKS(q5_0, kSmall, 22, (small_block<false, true>))
+NIBBLE_GGUF_BLOCKS(q5_1, kSmall, 24, (small_block<true, true>))
+NIBBLE_GGUF_BLOCKS(q8_0, kSmall, 34, byte_block)
+NIBBLE_GGUF_BLOCKS(q4_k, kSuper, 144, scaled_block<false>)
+NIBBLE_GGUF_BLOCKS(q5_k, kSuper, 176, scaled_block<true>)
+NIBBLE_GGUF_BLOCKS(q6_k, kSuper, 210, six_bit_block)
+
+struct Kind {
+  const char* name;
+  int64_t elements, bytes;
+  void (*convert)(const uint8_t*, int64_t, uint16_t*);
+};
+
+const Kind kKinds[] = {{"Q4_0", kSmall, 18, q4_0},  {"Q4_1", kSmall, 20, q4_1}, {"Q5_0", kSmall, 22, q5_0},
+                       {"Q5_1", kSmall, 24, q5_1},  {"Q8_0", kSmall, 34, q8_0}, {"Q4_K", kSuper, 144, q4_k},
+                       {"Q5_K", kSuper, 176, q5_k}, {"Q6_K", kSuper, 210, q6_k}};
+
+Tensor gguf_to_bfloat16(const Tensor& input, std::string name) {
+  const Kind* kind =
+      std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& one) { return one.name == name; });
+  require(kind != std::end(kKinds), "an unknown type of GGUF block");
+  const Tensor blocks = torch::stable::contiguous(input);
+  require(blocks.scalar_type() == ScalarType::Byte && blocks.numel() % kind->bytes == 0,
+          "blocks must be uint8, whole blocks of ", kind->bytes, " bytes");
+  const int64_t count = blocks.numel() / kind->bytes, chunks = (count + kAtOnce - 1) / kAtOnce;
+  Tensor result = torch::stable::new_empty(blocks, {count * kind->elements}, ScalarType::BFloat16);
+  const auto* from = static_cast<const uint8_t*>(blocks.const_data_ptr());
+  auto* to = static_cast<uint16_t*>(result.mutable_data_ptr());
+  torch::stable::parallel_for(0, chunks, 16, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kAtOnce, last = std::min(end * kAtOnce, count);
+    kind->convert(from + first * kind->bytes, last - first, to + first * kind->elements);
+  });
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {
+  library.impl("gguf_to_bfloat16", TORCH_BOX(&gguf_to_bfloat16));
+}
+
+}  // namespace nibble::cpu

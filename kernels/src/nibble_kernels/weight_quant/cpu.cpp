@@ -1,0 +1,202 @@
+// nibble::nvfp4_quantize_weight and nibble::largest_magnitude on the CPU: reference.py with vector
+// instructions.
+#include "nibble/cpu.h"
+
+namespace nibble::cpu {
+namespace {
+
+constexpr float kE2m1Max = 6.0f, kE4m3Max = 448.0f, kE4m3MaxFourOverSix = 256.0f;
+constexpr float kMinScale = 0x1p-9f, kLeastAmax = 1e-38f;
+constexpr int64_t kPairs = kBlock / 2;
+
+NIBBLE_FUNCTION uint8_t scale_of(float wanted) {
+  wanted = wanted == 0.0f ? 1.0f : wanted;
+  wanted = wanted < kMinScale ? kMinScale : wanted;
+  return static_cast<uint8_t>(e4m3_encode(minimum(wanted, kE4m3Max)));
+}
+
+// + 0.0f makes -0 to 0, as ModelOpt does.
+NIBBLE_FUNCTION void divide_and_encode(const float* x, float divisor, uint32_t* codes) {
+  float scaled[kBlock];
+  for (uint32_t i = 0; i < kBlock; ++i) scaled[i] = x[i] / divisor + 0.0f;
+  encode_block(scaled, 1.0f, codes);
+}
+
+NIBBLE_CPU_LEVELS void largest_of_blocks(const float* x, int64_t blocks, float* largest) {
+  for (int64_t block = 0; block < blocks; ++block) largest[block] = block_amax(x + block * kBlock);
+}
+
+NIBBLE_CPU_LEVELS void scales_for_six(const float* largest, int64_t blocks, float divisor, uint8_t* scales) {
+  for (int64_t block = 0; block < blocks; ++block) scales[block] = scale_of(largest[block] / divisor);
+}
+
+NIBBLE_CPU_LEVELS void encode_six(const float* x, const uint8_t* scales, int64_t blocks, float global_scale,
+                                  uint8_t* packed) {
+  for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2) {
+    uint32_t codes[kBlock];
+    divide_and_encode(x, e4m3_decode(scales[block]) * global_scale, codes);
+    pack_block(codes, packed);
+  }
+}
+
+// ModelOpt's order of operations for calibrated blocks.
+NIBBLE_CPU_LEVELS void scales_for(const float* largest, int64_t blocks, float factor, float sixth,
+                                  uint8_t* scales) {
+  for (int64_t block = 0; block < blocks; ++block)
+    scales[block] = scale_of(largest[block] * factor / kE2m1Max * kE4m3MaxFourOverSix / sixth);
+}
+
+// A block's values. Compilers make instructions of these that loops over arrays do not get.
+typedef float Floats __attribute__((vector_size(64)));
+typedef float HalfFloats __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+NIBBLE_FUNCTION Floats decoded(Words codes) {
+  const Words index = codes & 7, sign = (codes & 8) << 28;
+  const Words bits = index < 2 ? index * 0x3f000000 : 0x3f000000 + (index << 22);
+  const Words all = sign | bits;
+  Floats values;
+  std::memcpy(&values, &all, sizeof values);
+  return values;
+}
+
+// The codes of blocks, and the sums of each two squares of a block's errors.
+NIBBLE_CPU_LEVELS void encode_with_errors(const float* x, const uint8_t* scales, int64_t blocks,
+                                          float global_scale, uint8_t* packed, float* squares) {
+  for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2, squares += kPairs) {
+    const float scale = e4m3_decode(scales[block]) * global_scale;
+    uint32_t codes[kBlock];
+    divide_and_encode(x, scale, codes);
+    pack_block(codes, packed);
+    Floats values;
+    Words words;
+    std::memcpy(&values, x, sizeof values);
+    std::memcpy(&words, codes, sizeof words);
+    values -= decoded(words) * scale;
+    values *= values;
+    HalfFloats halves[2];
+    std::memcpy(halves, &values, sizeof halves);
+    halves[0] += halves[1];
+    std::memcpy(squares, halves, sizeof halves[0]);
+  }
+}
+
+NIBBLE_FUNCTION float sum_of_pairs(const float* squares) {
+  float sum = squares[0];
+  for (uint32_t i = 1; i < kPairs; ++i) sum += squares[i];
+  return sum;
+}
+
+// A row's codes and scales with the largest element of each block at 6, or at 4 if the error is smaller.
+class FourOverSix {
+ public:
+  explicit FourOverSix(int64_t blocks)
+      : blocks_(blocks),
+        scales_(blocks),
+        packed_(blocks * kBlock / 2),
+        six_(blocks * kPairs),
+        four_(six_.size()) {}
+
+  void encode(const float* x, const float* largest, float sixth, float global_scale, uint8_t* packed,
+              uint8_t* scales) {
+    scales_for(largest, blocks_, 1.0f, sixth, scales);
+    scales_for(largest, blocks_, 1.5f, sixth, scales_.data());
+    encode_with_errors(x, scales, blocks_, global_scale, packed, six_.data());
+    encode_with_errors(x, scales_.data(), blocks_, global_scale, packed_.data(), four_.data());
+    for (int64_t block = 0; block < blocks_; ++block) {
+      if (!(sum_of_pairs(&four_[block * kPairs]) < sum_of_pairs(&six_[block * kPairs]))) continue;
+      std::memcpy(packed + block * kBlock / 2, &packed_[block * kBlock / 2], kBlock / 2);
+      scales[block] = scales_[block];
+    }
+  }
+
+ private:
+  int64_t blocks_;
+  std::vector<uint8_t> scales_, packed_;
+  std::vector<float> six_, four_;
+};
+
+std::tuple<Tensor, Tensor> nvfp4_quantize_weight(const Tensor& input, const Tensor& amax,
+                                                 const Tensor& global_scale, bool four_over_six) {
+  const Tensor x = torch::stable::contiguous(input);
+  const Shape shape = shape_of(x, x.size(x.dim() - 1));
+  check_scalar(amax, "amax");
+  check_scalar(global_scale, "global_scale");
+  auto [packed, scales] = empty_outputs(x, shape, false);
+  const float global = *static_cast<const float*>(global_scale.const_data_ptr());
+  const float sixth = std::max(*static_cast<const float*>(amax.const_data_ptr()) / kE2m1Max, kLeastAmax);
+  uint8_t* packed_data = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  uint8_t* scale_data = static_cast<uint8_t*>(scales.mutable_data_ptr());
+  for_float_type<true>(x.scalar_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* from = static_cast<const T*>(x.const_data_ptr());
+    for_rows(shape.rows, shape.columns, [&](int64_t row) {
+      thread_local std::vector<float> floats, largest;
+      floats.resize(shape.columns);
+      largest.resize(shape.blocks());
+      load(from + row * shape.columns, shape.columns, floats.data());
+      largest_of_blocks(floats.data(), shape.blocks(), largest.data());
+      uint8_t* row_scales = scale_data + row * shape.blocks();
+      uint8_t* codes = packed_data + row * shape.columns / 2;
+      if (four_over_six) {
+        FourOverSix(shape.blocks()).encode(floats.data(), largest.data(), sixth, global, codes, row_scales);
+      } else {
+        scales_for_six(largest.data(), shape.blocks(), kE2m1Max * global, row_scales);
+        encode_six(floats.data(), row_scales, shape.blocks(), global, codes);
+      }
+    });
+  });
+  return {packed, scales};
+}
+
+// Of numbers without their signs, whose bits have the order of their values; NaN is above infinity.
+template <class Bits>
+NIBBLE_FUNCTION Bits largest_bits(const Bits* x, int64_t count) {
+  constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
+  Bits largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits magnitude = x[i] & kMagnitude;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+NIBBLE_CPU_LEVELS uint16_t largest_half(const uint16_t* x, int64_t count) { return largest_bits(x, count); }
+NIBBLE_CPU_LEVELS uint32_t largest_float(const uint32_t* x, int64_t count) { return largest_bits(x, count); }
+
+Tensor largest_magnitude(const Tensor& input) {
+  constexpr int64_t kChunk = 1 << 16;
+  const Tensor x = torch::stable::contiguous(input);
+  Tensor result = torch::stable::new_empty(x, {}, ScalarType::Float);
+  const int64_t chunks = (x.numel() + kChunk - 1) / kChunk;
+  for_float_type<true>(x.scalar_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    const Bits* from = static_cast<const Bits*>(x.const_data_ptr());
+    std::vector<Bits> largest(chunks + 1);
+    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t at = chunk * kChunk, count = std::min(kChunk, x.numel() - at);
+        if constexpr (sizeof(T) == 2) {
+          largest[chunk] = largest_half(from + at, count);
+        } else {
+          largest[chunk] = largest_float(from + at, count);
+        }
+      }
+    });
+    const Bits bits = *std::max_element(largest.begin(), largest.end());
+    T value;
+    std::memcpy(&value, &bits, sizeof value);
+    *static_cast<float*>(result.mutable_data_ptr()) = static_cast<float>(value);
+  });
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {
+  library.impl("nvfp4_quantize_weight", TORCH_BOX(&nvfp4_quantize_weight));
+  library.impl("largest_magnitude", TORCH_BOX(&largest_magnitude));
+}
+
+}  // namespace nibble::cpu
