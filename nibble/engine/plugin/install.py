@@ -15,6 +15,7 @@ from nibble.engine.plugin import (
     cloverlm,
     compact_json,
     cpu_decoder,
+    cpu_head,
     cpu_process,
     cpu_rope,
     cpu_router,
@@ -51,6 +52,7 @@ def install() -> None:
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()
     cpu_decoder.follow_loading()
+    cpu_head.read_heads_as_stored()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
     whole_load.check_loads()

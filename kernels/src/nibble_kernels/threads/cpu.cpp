@@ -77,18 +77,24 @@ class Pool {
   std::atomic<int64_t> sleeping_{0};
 };
 
+std::atomic<Pool*> pool{nullptr};  // never deleted: its threads end with the process
+pid_t owner = 0;
+
 }  // namespace
+
+bool Threads::exist() { return pool.load() != nullptr; }
 
 void Threads::run(int64_t count, const std::function<void()>& work) {
   static std::mutex mutex;
-  static Pool* pool = nullptr;  // never deleted: its threads end with the process
-  static pid_t owner = 0;
   // Work of another thread at the same time is done there alone.
   const std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock.owns_lock()) return work();
   // A process that was forked has none of the threads.
-  if (!pool || owner != getpid() || pool->helpers() != count - 1) pool = new Pool(count - 1), owner = getpid();
-  pool->run(work);
+  if (!pool || owner != getpid() || pool.load()->helpers() != count - 1) {
+    pool = new Pool(count - 1);
+    owner = getpid();
+  }
+  pool.load()->run(work);
 }
 
 }  // namespace nibble::cpu

@@ -17,6 +17,8 @@ class Threads {
   // Calls `work` on this thread and on up to `count` - 1 others, until it returns on this one and on those that
   // have begun it.
   static void run(int64_t count, const std::function<void()>& work);
+  // Whether this process has any. Where torch's threads do the rest of a model's work, they would be in its way.
+  static bool exist();
 };
 
 // While one exists, this thread shares out its work among Threads instead of torch's.
