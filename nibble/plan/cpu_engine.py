@@ -34,9 +34,7 @@ _USERS_DIVISION = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 
 
 # Whose layers the plugin computes as a few operators (engine/plugin/cpu_decoder.py).
-_OPERATORS = frozenset(
-    f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
-)
+_OPERATORS = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 _EAGER = "--enforce-eager"
 # What changes the layers, or asks for vLLM's own way of computing them.
 _OTHER_LAYERS = ("--enable-lora", "--compilation-config", "--linear-backend")

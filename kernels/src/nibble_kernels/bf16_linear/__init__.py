@@ -1,4 +1,4 @@
-"""nibble::bf16_linear: a few rows of bfloat16 times a large bfloat16 weight, such as a model's head.
+"""nibble::bf16_linear: a few rows of bfloat16 times a large bfloat16 weight, such as a head.
 
 On the CPU, compiled, it reads the weight once for up to 8 rows, as checkpoints store it.
 """

@@ -1,4 +1,4 @@
-"""nibble::decoder_…: the layers of a dense decoder with packed NVFP4 products (Llama, Qwen2, Qwen3).
+"""nibble::decoder_…: a dense decoder's layers with packed NVFP4 products (Llama, Qwen2, Qwen3).
 
 `Decoder` holds the tensors of all layers. It computes a layer in two parts, before and after the
 attention, or a whole step with one new token for each sequence. `reference.py` is the formula.

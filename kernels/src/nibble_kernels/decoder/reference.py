@@ -44,9 +44,7 @@ def new(
     shape = Shape(hidden, intermediate, queries, keys, head_size, epsilon, scale)
     remember_shape(number, shape)
     rows = (shape.qkv_width, hidden, 2 * intermediate, hidden)
-    found = [
-        _layer(tensors[at : at + _LAYER], rows) for at in range(0, layers * _LAYER, _LAYER)
-    ]
+    found = [_layer(tensors[at : at + _LAYER], rows) for at in range(0, layers * _LAYER, _LAYER)]
     _decoders[number] = found, tensors[-2], tensors[-1]
     return number
 
@@ -164,7 +162,9 @@ def normalize_and_rotate(x: Tensor, norm: Tensor | None, shape: Shape, cos_sin: 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """One token: queries [heads, size], keys and values [tokens, key heads, size]."""
     each = len(queries) // keys.shape[1]
-    keys, values = (x.float().repeat_interleave(each, dim=1).transpose(0, 1) for x in (keys, values))
+    keys, values = (
+        x.float().repeat_interleave(each, dim=1).transpose(0, 1) for x in (keys, values)
+    )
     if not keys.shape[1]:
         return torch.zeros_like(queries)
     scores = (queries.float()[:, None] * scale) @ keys.transpose(1, 2)
@@ -172,7 +172,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a cache: keys [blocks, heads, size, tokens], values [blocks, heads, tokens, size]."""
+    """Views of a cache: keys [blocks, heads, size, tokens] and values by token."""
     blocks, heads, tokens, both = cache.shape
     keys, values = cache.view(blocks, heads, 2, tokens * both // 2).unbind(2)
     return keys.unflatten(-1, (-1, tokens)), values.unflatten(-1, (tokens, -1))
