@@ -77,7 +77,9 @@ def test_operators_answer_as_the_modules(installed: Path, tmp_path: Path) -> Non
     }
     environ = clean_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=str(installed))
     words = [sys.executable, str(IN_VLLM / "decoder_in_vllm.py"), *map(str, models.values())]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        words, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(models), done.stdout[-3000:] + done.stderr[-5000:]
     for name, line in zip(models, lines, strict=True):

@@ -234,8 +234,9 @@ def _rows(linear: Any) -> int:
 def _layer(layer: Any) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    norms = (None if norm is None else norm.weight.data for norm in _norms(layer))
-    return DecoderLayer(*map(_product, products), *norms)
+    qkv, output, gate_up, down = map(_product, products)
+    norms: list[Any] = [None if norm is None else norm.weight.data for norm in _norms(layer)]
+    return DecoderLayer(qkv, output, gate_up, down, *norms)
 
 
 def _product(linear: Any) -> Product:

@@ -1,7 +1,7 @@
 """The output head in BF16 on vLLM's CPU platform: read as it is stored.
 
 vLLM 0.32 makes a second copy of every embedding and head, in oneDNN's order
-(layers/utils.py:dispatch_cpu_unquantized_gemm), also of embeddings that are no head.
+(layers/utils.py:dispatch_cpu_unquantized_gemm).
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ def read_heads_as_stored() -> None:
     dispatch = required(utils, name, "layer", "remove_weight")
 
     def dispatch_others(layer: Any, remove_weight: bool) -> None:
-        if isinstance(layer, VocabParallelEmbedding) and _is_ours(layer.weight):
+        if _is_embedding(layer) and _is_ours(layer.weight):
             layer.cpu_linear = head_product
         else:
             dispatch(layer, remove_weight)
 
     if nibble_kernels.implementations()["cpu"] == "compiled":
         replace(utils, name, dispatch_others)
+
+
+def _is_embedding(layer: object) -> bool:
+    return isinstance(layer, VocabParallelEmbedding)  # of which heads are a kind
 
 
 def _is_ours(weight: Tensor) -> bool:
