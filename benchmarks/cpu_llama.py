@@ -356,6 +356,7 @@ def nibble(
     ports = [free_port(), free_port()]
     own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}
     own |= {"NIBBLE_CACHE_DIR": str(folder / "cache"), "NIBBLE_REFERENCE": "off"}
+    own["NIBBLE_CANARY"] = "warn"  # random weights answer no question
     with (folder / f"{model.name}.log").open("wb") as log:
         words = ["nibble", "serve", str(model)]
         began = time.monotonic()

@@ -66,7 +66,6 @@ Tensor bf16_linear(const Tensor& input, const Tensor& weight) {
         store(sums.data() + i * unit, count, to + (row + i) * weight_rows + first);
     }
   });
-  Threads::read_ahead();  // a head is the last product of a step
   return y;
 }
 

@@ -103,20 +103,6 @@ std::unique_ptr<Decoder> make_decoder(const std::vector<Tensor>& tensors, int64_
   return decoder;
 }
 
-// The weights of a decoder in the order of their use.
-std::vector<Threads::Memory> memory_of(const Decoder& decoder) {
-  std::vector<Threads::Memory> parts;
-  for (const Layer& layer : decoder.layers) {
-    for (const Product* product : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-      const Nvfp4Weight& weight = product->weight;
-      const int64_t blocks = weight.tiles() * weight.blocks();
-      parts.push_back({reinterpret_cast<const char*>(weight.codes), blocks * kBlockCodeBytes});
-      parts.push_back({reinterpret_cast<const char*>(weight.scales), blocks * kLaneRows});
-    }
-  }
-  return parts;
-}
-
 std::mutex decoders_mutex;
 std::vector<std::unique_ptr<Decoder>> decoders;
 
@@ -126,14 +112,12 @@ int64_t decoder_new(std::vector<Tensor> tensors, int64_t layers, int64_t hidden,
   auto decoder =
       make_decoder(tensors, layers, hidden, intermediate, {queries, keys, head_size}, epsilon, scale);
   const std::lock_guard lock(decoders_mutex);
-  Threads::set_read_ahead(memory_of(*decoder));
   decoders.push_back(std::move(decoder));
   return static_cast<int64_t>(decoders.size()) - 1;
 }
 
 void decoder_delete(const Tensor&, int64_t number) {
   const std::lock_guard lock(decoders_mutex);
-  Threads::set_read_ahead({});
   if (number >= 0 && number < static_cast<int64_t>(decoders.size())) decoders[number].reset();
 }
 

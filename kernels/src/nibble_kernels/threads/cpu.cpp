@@ -12,7 +12,6 @@ namespace {
 
 // Longer than what lies between two products of a step, shorter than what lies between two steps.
 constexpr auto kWatchTime = std::chrono::microseconds(100);
-constexpr int64_t kPage = 4096, kLine = 64;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -53,34 +52,7 @@ class Pool {
     while (!watch(kWatchTime, [&] { return helping_.load() == 0; })) std::this_thread::yield();
   }
 
-  void read_ahead() {
-    reads_ahead_.store(true);
-    round_.fetch_add(1);
-    if (sleeping_.load() > 0) round_.notify_all();
-  }
-
-  void set_read_ahead(std::vector<Threads::Memory> parts) {
-    reads_ahead_.store(false);
-    round_.fetch_add(1);  // who reads now stops
-    while (is_reading_.exchange(true)) std::this_thread::yield();
-    parts_ = std::move(parts);
-    is_reading_.store(false);
-  }
-
  private:
-  // A word of each cache line.
-  void read(uint32_t round) {
-    if (is_reading_.exchange(true)) return;
-    uint64_t sum = 0;
-    for (const auto& part : parts_) {
-      for (int64_t at = 0; at < part.bytes && round_.load(std::memory_order_relaxed) == round; at += kPage)
-        for (int64_t i = at; i < std::min(at + kPage, part.bytes); i += kLine)
-          sum += *static_cast<const volatile char*>(part.start + i);
-    }
-    sum_ = sum;
-    is_reading_.store(false);
-  }
-
   void help() {
     uint32_t seen = 0;
     while (true) {
@@ -95,7 +67,6 @@ class Pool {
       helping_.fetch_add(1);
       if (const auto* work = work_.load()) (*work)();
       helping_.fetch_sub(1);
-      if (reads_ahead_.exchange(false)) read(seen);
     }
   }
 
@@ -104,29 +75,11 @@ class Pool {
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int64_t> helping_{0};
   std::atomic<int64_t> sleeping_{0};
-  std::atomic<bool> reads_ahead_{false}, is_reading_{false};  // is_reading_ guards parts_
-  std::vector<Threads::Memory> parts_;
-  std::atomic<uint64_t> sum_{0};
 };
-
-// What fits half of the last cache. Where the system does not say how large that is, nothing.
-std::vector<Threads::Memory> that_fit(const std::vector<Threads::Memory>& parts) {
-  int64_t left = 0;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  left = std::max<int64_t>(0, sysconf(_SC_LEVEL3_CACHE_SIZE)) / 2;
-#endif
-  std::vector<Threads::Memory> result;
-  for (const auto& part : parts) {
-    if (left > 0) result.push_back({part.start, std::min(part.bytes, left)});
-    left -= part.bytes;
-  }
-  return result;
-}
 
 std::atomic<Pool*> pool{nullptr};  // never deleted: its threads end with the process
 pid_t owner = 0;
 std::mutex mutex;
-std::vector<Threads::Memory> ahead;
 
 }  // namespace
 
@@ -140,20 +93,8 @@ void Threads::run(int64_t count, const std::function<void()>& work) {
   if (!pool || owner != getpid() || pool.load()->helpers() != count - 1) {
     pool = new Pool(count - 1);
     owner = getpid();
-    pool.load()->set_read_ahead(ahead);
   }
   pool.load()->run(work);
-}
-
-void Threads::set_read_ahead(std::vector<Memory> parts) {
-  const std::lock_guard lock(mutex);
-  ahead = that_fit(parts);
-  if (pool && owner == getpid()) pool.load()->set_read_ahead(ahead);
-}
-
-void Threads::read_ahead() {
-  const std::unique_lock lock(mutex, std::try_to_lock);
-  if (lock.owns_lock() && pool && owner == getpid() && !ahead.empty()) pool.load()->read_ahead();
 }
 
 }  // namespace nibble::cpu

@@ -19,16 +19,6 @@ class Threads {
   static void run(int64_t count, const std::function<void()>& work);
   // Whether this process has any. Where torch's threads do the rest of a model's work, they would be in its way.
   static bool exist();
-
-  struct Memory {
-    const char* start;
-    int64_t bytes;
-  };
-  // What is read first by the work after a pause: up to half of the last cache of it. Replaces what was set
-  // before, and returns when no thread reads that any more.
-  static void set_read_ahead(std::vector<Memory> parts);
-  // Lets one of the others read it into the last cache, until there is work.
-  static void read_ahead();
 };
 
 // While one exists, this thread shares out its work among Threads instead of torch's.
