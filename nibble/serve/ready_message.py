@@ -56,8 +56,8 @@ def describe_facts(facts: Mapping[str, float]) -> str:
         parts.append(f"{graphs:.2f} GiB of CUDA graphs")
     if rate := facts.get("tokens_per_s"):
         limit = facts.get("bound_tokens_per_s")
-        most = f" (memory allows {limit:.1f})" if limit else ""
-        parts.append(f"{rate:.1f} tokens/s for one sequence{most}")
+        bound = f" (the plan's bound: {limit:.1f})" if limit else ""
+        parts.append(f"{rate:.1f} tokens/s for one sequence{bound}")
     return ", ".join(parts)
 
 

@@ -31,7 +31,7 @@ def test_address_names_numbers_and_a_command_are_told() -> None:
 def test_the_decode_speed_that_a_start_reached_stands_beside_its_bound() -> None:
     bound = DecodeBound(10**9, 36e9, 36.0, "2 cores read 36.0 GB/s")
     words = describe_facts({"weights_gib": 0.99} | reached(31.25, bound))
-    assert words == "0.99 GiB of weights, 31.2 tokens/s for one sequence (memory allows 36.0)"
+    assert words == "0.99 GiB of weights, 31.2 tokens/s for one sequence (the plan's bound: 36.0)"
     unknown = DecodeBound(10**9, None, None, "unknown")
     assert describe_facts(reached(31.25, unknown)) == "31.2 tokens/s for one sequence"
     assert not reached(None, bound)

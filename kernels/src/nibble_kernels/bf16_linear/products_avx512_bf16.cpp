@@ -38,7 +38,7 @@ void multiply(const uint16_t* x, const uint16_t* weight, int64_t columns, float*
   for (; at + kStep <= columns; at += kStep) {
     for (int n = 0; n < kWeights; ++n) {
       const uint16_t* from = weight + n * columns + at;
-      _mm_prefetch(reinterpret_cast<const char*>(from + kWeights * columns), _MM_HINT_T1);  // of the next rows
+      _mm_prefetch(reinterpret_cast<const char*>(from + kWeights * columns), _MM_HINT_NTA);  // of the next rows
       w[n] = columns_at(from);
     }
     for (int row = 0; row < kRows; ++row) values[row] = columns_at(x + row * columns + at);
