@@ -36,6 +36,7 @@ _USERS_DIVISION = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 # Whose layers the plugin computes as a few operators (engine/plugin/cpu_decoder.py).
 _OPERATORS = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
 _EAGER = "--enforce-eager"
+_WHY_EAGER = "a few operators compute each layer, without the minute that compilation takes"
 # What changes the layers, or asks for vLLM's own way of computing them.
 _OTHER_LAYERS = ("--enable-lora", "--compilation-config", "--linear-backend")
 
@@ -43,9 +44,6 @@ _OTHER_LAYERS = ("--enable-lora", "--compilation-config", "--linear-backend")
 def layer_operators(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choices:
     """No compilation where a few operators compute each layer."""
     return {_EAGER: Choice(True, OURS, _WHY_EAGER)} if has_operators(inputs, args) else {}
-
-
-_WHY_EAGER = "a few operators compute each layer, without the minute that compilation takes"
 
 
 def has_operators(inputs: PlanInputs, args: Mapping[str, Choice]) -> bool:
