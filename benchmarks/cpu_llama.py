@@ -4,7 +4,7 @@
     CMAKE_ARGS=-DGGML_NATIVE=ON VENV/bin/pip install --no-binary llama-cpp-python \
         llama-cpp-python==0.3.36
     python benchmarks/cpu_llama.py --llama-python VENV/bin/python [--out FILE] [--folder FOLDER]
-        [--rounds 3] [--models 1.7b 135m] [--most-load 0.7]
+        [--rounds 3] [--models 1.7b 135m] [--most-busy 0.1] [--starts]
 
 Writes one generated Qwen3 for each shape in four forms: GGUF with Q4_0 and with NVFP4 layers, and
 checkpoints with W4A16 and W4A4. Embedding and head are BF16 in all of them. Speed depends on the
@@ -12,11 +12,15 @@ shapes, not on the values, so all layers of a GGUF have equal ones.
 
 All four servers are loaded at the same time and idle except for the one that is measured. They are
 measured in turns, `--rounds` times; the fastest counts, because other programs only add time. A
-round waits until the load of the machine is below `--most-load`, for at most ten minutes. llama.cpp
+round waits until other programs use less than `--most-busy` of the cores, for at most two minutes;
+`busy` is what they used then. The rows of models that a run leaves out stay in the file. llama.cpp
 runs in its own process with a thread for each core that nibble uses, through its batched decoding
 for four streams. Both sides start with 16 tokens and decode 48. Rows have tokens per second of all
 streams together; `ratio` is W4A16 to Q4_0. `read_gb_s` is what the cores read in the same run, and
 `read_share` the share of it that one stream's weights make up.
+
+`--starts` measures instead the seconds from `nibble serve` to ready: of each model with an empty
+cache and again, and of the NVFP4 demo.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,7 +50,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, heads of keys, head_dim, voca
 WHAT = ("decode 1", "decode 4", "prompt 256")
 FORMS = ("llama_q4_0", "llama_nvfp4", "nibble_w4a16", "nibble_w4a4")
 START, DECODED, CONTEXT = 16, 48, 512
-START_LIMIT_S, LOAD_LIMIT_S = 300, 600
+START_LIMIT_S, IDLE_LIMIT_S = 300, 120
 
 
 def main() -> None:
@@ -57,22 +62,50 @@ def main() -> None:
     parser.add_argument("--llama-python", type=Path, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--most-load", type=float, default=0.7)
+    parser.add_argument("--most-busy", type=float, default=0.1)
+    parser.add_argument("--starts", action="store_true")
     parser.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.gguf:
         answer_as_llama(args.gguf, args.threads)
         return
-    if args.llama_python is None:
-        parser.error("--llama-python is missing")
     sys.path.insert(0, str(REPO))
     from machine import machine
 
-    found: dict[str, Any] = {"machine": machine(), "rounds": args.rounds, "rows": []}
-    for name in args.models:
-        found["rows"] += compare(name, args)
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+    found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    found |= {"command": command(), "machine": machine()}
+    if args.starts:
+        found["starts"] = start_times(args)
+    else:
+        if args.llama_python is None:
+            parser.error("--llama-python is missing")
+        found["rounds"] = args.rounds
+        for name in args.models:
+            kept = [row for row in found.get("rows", []) if row["model"] != name]
+            found["rows"] = kept + compare(name, args)
+            args.out.write_text(json.dumps(found, indent=2) + "\n")
+    args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def command() -> str:
+    return " ".join(["python", "benchmarks/cpu_llama.py", *sys.argv[1:]])
+
+
+def start_times(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds to ready, first with an empty cache and then with what that start left."""
+    models = {name: write_models(name, args.folder / name)["nibble_w4a16"] for name in args.models}
+    models["demo"] = REPO / "models/nibble-demo-nvfp4"
+    rows = []
+    for name, model in models.items():
+        shutil.rmtree(args.folder / "cache", ignore_errors=True)
+        row = {"model": name, "busy": round(wait_for_idle(args.most_busy), 2)}
+        for which in ("first_s", "later_s"):
+            with nibble(model, args.folder, row, which):
+                pass
+        print(row, flush=True)
+        rows.append(row)
+    return rows
 
 
 def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -92,19 +125,20 @@ def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             for form in FORMS
         }
         best = {what: dict.fromkeys(FORMS, 0.0) for what in WHAT}
-        read_bytes_s = 0.0
+        read_bytes_s = busy = 0.0
         for number in range(args.rounds):
-            load = wait_for_idle(args.most_load)
+            busy = max(busy, wait_for_idle(args.most_busy))
             read_bytes_s = max(read_bytes_s, read_bandwidth(cores))
             for what in WHAT:
                 for form, ask in servers.items():
                     best[what][form] = max(best[what][form], ask(what))
-            print(f"{name}, round {number + 1}, load {load:.2f}: {best}", flush=True)
+            print(f"{name}, round {number + 1}, busy {busy:.2f}: {best}", flush=True)
     rows = []
     for what, rates in best.items():
         row = {"model": name, "cores": cores, "what": what}
         row |= {form: round(rate, 1) for form, rate in rates.items()}
         row["ratio"] = round(rates["nibble_w4a16"] / rates["llama_q4_0"], 2)
+        row["busy"] = round(busy, 2)
         if what == "decode 1":
             row["read_gb_s"] = round(read_bytes_s / 1e9, 1)
             row["read_share"] = {
@@ -123,11 +157,22 @@ def step_bytes(name: str) -> int:
 
 
 def wait_for_idle(most: float) -> float:
-    """The load of the machine, once it is below `most`, or after LOAD_LIMIT_S."""
-    until = time.monotonic() + LOAD_LIMIT_S
-    while (load := os.getloadavg()[0]) >= most and time.monotonic() < until:
-        time.sleep(5)
-    return load
+    """The share of the cores that is in use, once it is below `most`, or after IDLE_LIMIT_S."""
+    until = time.monotonic() + IDLE_LIMIT_S
+    while (busy := busy_share()) >= most and time.monotonic() < until:
+        pass
+    return busy
+
+
+def busy_share() -> float:
+    """Of the cores, over a second."""
+    readings = []
+    for seconds in (1, 0):
+        numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+        readings.append((numbers[3] + numbers[4], sum(numbers[:8])))
+        time.sleep(seconds)
+    (idle, total), (idle_later, total_later) = readings
+    return 1 - (idle_later - idle) / max(1, total_later - total)
 
 
 # --- the models ---
@@ -304,19 +349,25 @@ def answer_as_llama(file: Path, threads: int) -> None:
 
 
 @contextlib.contextmanager
-def nibble(model: Path, folder: Path) -> Iterator[Callable[[str], float]]:
+def nibble(
+    model: Path, folder: Path, row: dict[str, Any] | None = None, which: str = ""
+) -> Iterator[Callable[[str], float]]:
+    """A server. With `row`, only its start is measured, as row[which]."""
     ports = [free_port(), free_port()]
     own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}
     own |= {"NIBBLE_CACHE_DIR": str(folder / "cache"), "NIBBLE_REFERENCE": "off"}
+    own["NIBBLE_CANARY"] = "warn"  # random weights answer no question
     with (folder / f"{model.name}.log").open("wb") as log:
         words = ["nibble", "serve", str(model)]
+        began = time.monotonic()
         process = subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=log)
-    began = time.monotonic()
     while not is_ready(ports[1]):
         if process.poll() is not None or time.monotonic() - began > START_LIMIT_S:
             raise SystemExit(f"nibble serve {model} is not ready: see {log.name}")
-        time.sleep(0.2)
+        time.sleep(0.05)
     print(f"{model}: ready after {time.monotonic() - began:.1f} s", flush=True)
+    if row is not None:
+        row[which] = round(time.monotonic() - began, 1)
     asked = iter(range(1 << 30))
 
     def generate(tokens: int, prompt: list[int]) -> None:
@@ -349,7 +400,7 @@ def nibble(model: Path, folder: Path) -> Iterator[Callable[[str], float]]:
         return int(count) * DECODED / (seconds(int(count), DECODED + 1, START) - first)
 
     try:
-        for what in WHAT:
+        for what in WHAT if row is None else ():
             ask(what)
         yield ask
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from nibble.errors import ExitCode, NibbleError
 
 INTERNAL_HEADER = "x-nibble-internal"
 _LOOK_TIMEOUT_S = 5.0
+_RATE_TOKENS = 12
 _FIRST_TOKEN_TIMEOUT_S = 1800.0  # compilation of 30 minutes is reported
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -113,6 +115,19 @@ def answer_one_token(api: Api, name: str, required: bool = True) -> None:
         text = " ".join(answer.decode(errors="replace").split())[:300]
         what = f"the first request, one token from {name}, got status {status}: {text}"
         raise NibbleError(ExitCode.CANARY, what=what, expected="200", action="see the log above")
+
+
+def decode_rate(api: Api, name: str) -> float | None:
+    """Tokens per second of one short sequence; None if the server does not answer as expected."""
+    seconds = []
+    for tokens in (1, 1 + _RATE_TOKENS):
+        body = {"model": name, "prompt": "Hello", "max_tokens": tokens, "temperature": 0}
+        began = time.perf_counter()
+        status, _ = api.call("/v1/completions", body | {"ignore_eos": True}, _FIRST_TOKEN_TIMEOUT_S)
+        seconds.append(time.perf_counter() - began)
+        if status != 200:
+            return None
+    return _RATE_TOKENS / (seconds[1] - seconds[0]) if seconds[1] > seconds[0] else None
 
 
 def requests_in_flight(api: Api) -> int | None:

@@ -20,6 +20,8 @@ ONE_PROCESS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING"  # "0": vLLM's CPU platform leaves the executor as it is
 )
 THREADS = "OMP_NUM_THREADS"
+SPINS = "GOMP_SPINCOUNT"  # of an OpenMP thread before it sleeps; by default some milliseconds
+_FEW_SPINS = "1000"  # some microseconds
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 BATCHED_TOKENS = "--max-num-batched-tokens"
 # Bytes of weights times tokens of a prompt, by second and core. Two cores of an EPYC with AVX-512
@@ -29,6 +31,37 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 _LEAST_TOKENS, _MOST_TOKENS = 256, 2048  # vLLM's default on a CPU (vllm 0.32 arg_utils.py:2975)
 # A user who divides the cores wants the worker process that vLLM binds to them.
 _USERS_DIVISION = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+
+
+# Whose layers the plugin computes as a few operators (engine/plugin/cpu_decoder.py).
+_OPERATORS = frozenset(f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+_EAGER = "--enforce-eager"
+_WHY_EAGER = "a few operators compute each layer, without the minute that compilation takes"
+# What changes the layers, or asks for vLLM's own way of computing them.
+_OTHER_LAYERS = ("--enable-lora", "--compilation-config", "--linear-backend")
+
+
+def layer_operators(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choices:
+    """No compilation where a few operators compute each layer."""
+    return {_EAGER: Choice(True, OURS, _WHY_EAGER)} if has_operators(inputs, args) else {}
+
+
+def has_operators(inputs: PlanInputs, args: Mapping[str, Choice]) -> bool:
+    """Whether the plugin's operators compute the layers, unless the user has them compiled."""
+    checkpoint = inputs.checkpoint
+    if inputs.target.device != "cpu" or checkpoint is None or not checkpoint.scheme.is_nvfp4:
+        return False
+    quantization, dtype = checkpoint.scheme.vllm_quantization, args.get("--dtype")
+    kept = checkpoint.text_config.get("dtype", checkpoint.text_config.get("torch_dtype"))
+    computed = kept if dtype is None or dtype.value == "auto" else dtype.value
+    return (
+        checkpoint.architecture in _OPERATORS
+        and quantization in ("modelopt_fp4", "compressed-tensors")
+        and "+" not in checkpoint.scheme.name
+        and str(computed) == "bfloat16"
+        and not any(flag in args and args[flag].value is not False for flag in _OTHER_LAYERS)
+        and not has_several_processes(args)
+    )
 
 
 def is_one_process(
@@ -54,6 +87,8 @@ def cpu_environment(inputs: PlanInputs, args: Mapping[str, Choice], topology: To
     found = {ONE_PROCESS: Choice("0", OURS, together), START_METHOD: Choice("fork", OURS, forked)}
     if cores := inputs.hardware.compute:
         found[THREADS] = Choice(str(cores.threads), OURS, f"one for each of {cores.reason}")
+    if has_operators(inputs, args) and _EAGER in args and args[_EAGER].value is True:
+        found[SPINS] = Choice(_FEW_SPINS, OURS, "torch's threads leave the cores to the operators'")
     return found
 
 

@@ -13,7 +13,7 @@ from nibble.plan.applications import compact_json_flags, tool_flags
 from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
-from nibble.plan.cpu_engine import prompt_chunk
+from nibble.plan.cpu_engine import layer_operators, prompt_chunk
 from nibble.plan.environment import decide_environment, on_hub
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.layers import read_layers
@@ -147,6 +147,10 @@ def _load_check(situation: Situation) -> Decision:
     return Decision(flags, notices=notices)
 
 
+def _layer_operators(situation: Situation) -> Decision:
+    return Decision(layer_operators(situation.served, situation.flags))
+
+
 def _prompt_chunk(situation: Situation) -> Decision:
     return Decision(prompt_chunk(situation.served, situation.flags))
 
@@ -199,6 +203,7 @@ DECIDERS: tuple[Decider, ...] = (
     _step_graph,
     _quantized_layers,
     _load_check,
+    _layer_operators,
     _prompt_chunk,
     _memory,
     _startup,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nibble.machine.paths import demo_models
+from nibble.plan.budget import DecodeBound
 from nibble.serve.api_key import KeyDecision
 
 QUESTION = "What is the capital of France?"
@@ -53,7 +54,19 @@ def describe_facts(facts: Mapping[str, float]) -> str:
         parts.append(f"KV cache for {tokens:,.0f} tokens{room}")
     if graphs := facts.get("graphs_gib"):
         parts.append(f"{graphs:.2f} GiB of CUDA graphs")
+    if rate := facts.get("tokens_per_s"):
+        limit = facts.get("bound_tokens_per_s")
+        bound = f" (the plan's bound: {limit:.1f})" if limit else ""
+        parts.append(f"{rate:.1f} tokens/s for one sequence{bound}")
     return ", ".join(parts)
+
+
+def reached(tokens_per_s: float | None, bound: DecodeBound) -> dict[str, float]:
+    """Facts: the decode speed that a start measured, and the plan's bound of it."""
+    if tokens_per_s is None:
+        return {}
+    limit = {"bound_tokens_per_s": bound.tokens_per_s} if bound.tokens_per_s else {}
+    return {"tokens_per_s": tokens_per_s, **limit}
 
 
 def key_lines(key: KeyDecision, on_terminal: bool) -> list[str]:

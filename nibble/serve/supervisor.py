@@ -17,6 +17,7 @@ from nibble.canary.verification import Proof
 from nibble.engine.api import (
     Api,
     answer_one_token,
+    decode_rate,
     is_healthy,
     lists_models,
     reachable_host,
@@ -41,7 +42,7 @@ from nibble.serve.hang.end import HangEnd
 from nibble.serve.hang.watch import HangWatch
 from nibble.serve.live import Live
 from nibble.serve.progress import Display, StallWatch, stderr_is_terminal
-from nibble.serve.ready_message import ready_lines
+from nibble.serve.ready_message import reached, ready_lines
 from nibble.serve.run_folder import make_run_folder, socket_environ
 from nibble.serve.sd_notify import Heartbeat, Notifier
 from nibble.serve.start_times import StartTimes, Timeline
@@ -331,6 +332,8 @@ class Supervisor:
                 self._phases.phase = "canary"
                 self._show(PhaseUpdate("canary"))
             self._proof.run(names, generates, self._display.say)
+            if generates and self._plan.target.device == "cpu":
+                self._phases.facts |= reached(decode_rate(self._api, names[0]), self._plan.bound)
         except OSError:  # vLLM went away: its end arrives as a separate event
             return False
         return True

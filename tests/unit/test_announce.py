@@ -6,8 +6,9 @@ import json
 import shlex
 from pathlib import Path
 
+from nibble.plan.budget import DecodeBound
 from nibble.serve.api_key import KeyDecision
-from nibble.serve.ready_message import curl, describe_facts, key_lines, ready_lines
+from nibble.serve.ready_message import curl, describe_facts, key_lines, reached, ready_lines
 
 URL = "http://127.0.0.1:8000"
 NAMES = ("org/model", "default")
@@ -25,6 +26,15 @@ def test_address_names_numbers_and_a_command_are_told() -> None:
         "serving org/model, default: 5.83 GiB of weights, KV cache for 730,112 tokens (100.25 GiB)",
         "status page: http://127.0.0.1:8000/nibble",
     ]
+
+
+def test_the_decode_speed_that_a_start_reached_stands_beside_its_bound() -> None:
+    bound = DecodeBound(10**9, 36e9, 36.0, "2 cores read 36.0 GB/s")
+    words = describe_facts({"weights_gib": 0.99} | reached(31.25, bound))
+    assert words == "0.99 GiB of weights, 31.2 tokens/s for one sequence (the plan's bound: 36.0)"
+    unknown = DecodeBound(10**9, None, None, "unknown")
+    assert describe_facts(reached(31.25, unknown)) == "31.2 tokens/s for one sequence"
+    assert not reached(None, bound)
 
 
 def test_a_generated_key_is_shown_on_a_terminal_at_the_start_that_made_it_and_never_else() -> None:

@@ -15,8 +15,11 @@ from nibble.plan.choice import Choice
 from nibble.plan.cpu_engine import (
     BATCHED_TOKENS,
     ONE_PROCESS,
+    SPINS,
     START_METHOD,
     THREADS,
+    cpu_environment,
+    layer_operators,
     prompt_chunk,
 )
 from nibble.plan.gather import plan_for, read_wishes
@@ -236,3 +239,54 @@ def test_vllms_warnings_about_what_nibble_sets_stay_out_of_the_log_and_others_do
         for message, is_shown in ((beginning + " to 0", False), ("Another warning", True)):
             record = logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None)
             assert bool(logger.filter(record)) is is_shown
+
+
+def eager(flags: Any = None, **changed: Any) -> bool:
+    """Whether a plan for the CPU leaves compilation out, and its OpenMP threads short waits."""
+    scheme = {"is_nvfp4": True, "vllm_quantization": "modelopt_fp4", "name": "NVFP4"}
+    checkpoint = SimpleNamespace(
+        scheme=SimpleNamespace(**{name: changed.pop(name, scheme[name]) for name in scheme}),
+        architecture=changed.pop("architecture", "Qwen3ForCausalLM"),
+        text_config={"torch_dtype": changed.pop("dtype", "bfloat16")},
+    )
+    inputs: Any = SimpleNamespace(
+        target=SimpleNamespace(device=changed.pop("device", "cpu")),
+        checkpoint=checkpoint,
+        environ={},
+        hardware=SimpleNamespace(compute=None),
+    )
+    topology: Any = SimpleNamespace(mode="machine", ranks=1)
+    assert not changed
+    given = {name: Choice(value, "command line") for name, value in (flags or {}).items()}
+    found = layer_operators(inputs, given)
+    variables = cpu_environment(inputs, found | given, topology)
+    is_eager = {**found, **given}.get("--enforce-eager", Choice(False, "")).value
+    assert (SPINS in variables) == bool(found and is_eager)
+    return bool(found)
+
+
+def test_layers_that_a_few_operators_compute_are_not_compiled() -> None:
+    assert eager()
+    assert eager(architecture="LlamaForCausalLM", vllm_quantization="compressed-tensors")
+    assert eager({"--no-enforce-eager": True, "--dtype": "auto", "--enable-lora": False})
+    assert eager({"--enforce-eager": False})  # the user's own value wins over the plan's
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"device": "cuda"},
+        {"is_nvfp4": False},
+        {"architecture": "Qwen3MoeForCausalLM"},
+        {"vllm_quantization": "modelopt_mixed"},
+        {"name": "NVFP4+FP8"},
+        {"dtype": "float16"},
+        {"flags": {"--dtype": "float32"}},
+        {"flags": {"--enable-lora": True}},
+        {"flags": {"--compilation-config": {"mode": 3}}},
+        {"flags": {"--linear-backend": "emulation"}},
+        {"flags": {"--tensor-parallel-size": 2}},
+    ],
+)
+def test_other_layers_are_compiled(changed: dict[str, Any]) -> None:
+    assert not eager(**changed)

@@ -14,6 +14,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from nibble.engine.plugin import (
     cloverlm,
     compact_json,
+    cpu_decoder,
+    cpu_head,
     cpu_process,
     cpu_rope,
     cpu_router,
@@ -49,6 +51,8 @@ def install() -> None:
     router_bias.load_router_biases()
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()
+    cpu_decoder.follow_loading()
+    cpu_head.read_heads_as_stored()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
     whole_load.check_loads()

@@ -1,5 +1,5 @@
 // nibble::nvfp4_linear and nibble::nvfp4_packed_linear on the CPU, and the packing of weights.
-#include "nibble/nvfp4_weight.h"
+#include "nibble/nvfp4_product.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -8,48 +8,21 @@
 namespace nibble::cpu {
 namespace {
 
-// What follows the sums, for each column of the result.
-struct Epilogue {
-  float alpha;
-  const float* column_scale;  // may be null, as may bias
-  const float* bias;
-};
-
-NIBBLE_CPU_LEVELS void finish(float* sums, int64_t count, float alpha, const float* column_scale,
-                              const float* bias) {
-  for (int64_t i = 0; i < count; ++i) sums[i] *= alpha;
-  if (column_scale)
-    for (int64_t i = 0; i < count; ++i) sums[i] *= column_scale[i];
-  if (bias)
-    for (int64_t i = 0; i < count; ++i) sums[i] += bias[i];
-}
+NIBBLE_CPU_LEVELS void finish_row(float* sums, int64_t count, Epilogue epilogue) { finish(sums, count, epilogue); }
 
 // Rows of x, about kManyRows at most.
 template <class T>
 void multiply_rows(const T* from, int64_t rows, const Nvfp4Weight& weight, const float* input_scale_inv,
                    const Epilogue& epilogue, T* to) {
-  const int64_t columns = weight.columns;
-  Activations<T> activations(rows, columns, input_scale_inv != nullptr);
-  if (!activations.borrow(from)) {
-    activations.allocate();
-    for_rows(rows, columns, [&](int64_t row) {
-      thread_local std::vector<float> floats;
-      floats.resize(columns);
-      load(from + row * columns, columns, floats.data());
-      activations.set_row(row, floats.data(), input_scale_inv ? *input_scale_inv : 0.0f);
-    });
-  }
-  for_tiles(weight.tiles(), activations.few(), [&](int64_t first, int64_t count) {
+  const auto activations = activations_of(from, rows, weight.columns, input_scale_inv);
+  for_pieces(weight.tiles(), weight.blocks(), activations.few(), [&](int64_t first, int64_t count) {
     struct Sums;
-    const int64_t stride = count * kLaneRows, begin = first * kLaneRows;
-    float* sums = static_cast<float*>(scratch<Sums>(activations.sum_rows() * stride * sizeof(float)));
-    activations.multiply(PackedTiles(weight, first, count), sums, stride);
+    const int64_t begin = first * kLaneRows, stride = count * kLaneRows;
+    float* sums = sums_of<Sums>(activations, weight, first, count);
     const int64_t wanted = std::min(stride, weight.rows - begin);
     for (int64_t row = 0; row < rows; ++row) {
-      float* y = sums + row * stride;
-      finish(y, wanted, epilogue.alpha, epilogue.column_scale ? epilogue.column_scale + begin : nullptr,
-             epilogue.bias ? epilogue.bias + begin : nullptr);
-      store(y, wanted, to + row * weight.rows + begin);
+      finish_row(sums + row * stride, wanted, epilogue.from(begin));
+      store(sums + row * stride, wanted, to + row * weight.rows + begin);
     }
   });
 }
@@ -88,12 +61,9 @@ Tensor multiply(const Tensor& x, const Nvfp4Weight& weight, const Tensor& global
     using T = typename decltype(type)::type;
     const T* from = static_cast<const T*>(x.const_data_ptr());
     T* to = static_cast<T*>(y.mutable_data_ptr());
-    for (int64_t row = 0; row < rows;) {
-      // The last ones do not come to few: a row's result does not depend on its place.
-      const int64_t left = rows - row, count = left <= kManyRows + kFewRows ? left : kManyRows;
+    for_row_groups(rows, [&](int64_t row, int64_t count) {
       multiply_rows(from + row * weight.columns, count, weight, inverse, epilogue, to + row * weight.rows);
-      row += count;
-    }
+    });
   });
   return y;
 }

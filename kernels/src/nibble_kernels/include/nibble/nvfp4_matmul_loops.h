@@ -5,11 +5,11 @@
 constexpr int64_t kAhead = 64;  // blocks that are fetched in advance, 8 KB of codes
 
 // A tile is one sequence of bytes, and the next tile follows. Processors fetch ahead by themselves, but not
-// past a page. Into the second cache: more requests of it can be under way than of the first.
+// past a page. Not to be kept in the outer caches: a weight is read once a step, and the engine's own data is there.
 inline void fetch(const uint8_t* codes, const uint8_t* scales, int64_t block) {
-  __builtin_prefetch(codes + kAhead * kBlockCodeBytes, 0, 2);
-  __builtin_prefetch(codes + kAhead * kBlockCodeBytes + 64, 0, 2);
-  if (block % 4 == 0) __builtin_prefetch(scales + kAhead * kLaneRows, 0, 2);
+  __builtin_prefetch(codes + kAhead * kBlockCodeBytes, 0, 0);
+  __builtin_prefetch(codes + kAhead * kBlockCodeBytes + 64, 0, 0);
+  if (block % 4 == 0) __builtin_prefetch(scales + kAhead * kLaneRows, 0, 0);
 }
 
 // Calls f<count> for 1 to kMost.

@@ -1,0 +1,90 @@
+// Products with an NVFP4 weight and what follows the sums: what nvfp4_linear and decoder share.
+#pragma once
+
+#include "nvfp4_weight.h"
+#include "share_out.h"
+
+namespace nibble::cpu {
+
+// What follows the sums, for each column of the result.
+struct Epilogue {
+  float alpha;
+  const float* column_scale;  // may be null, as may bias
+  const float* bias;
+
+  Epilogue from(int64_t column) const {
+    return {alpha, column_scale ? column_scale + column : nullptr, bias ? bias + column : nullptr};
+  }
+};
+
+NIBBLE_FUNCTION void finish(float* sums, int64_t count, const Epilogue& epilogue) {
+  for (int64_t i = 0; i < count; ++i) sums[i] *= epilogue.alpha;
+  if (epilogue.column_scale)
+    for (int64_t i = 0; i < count; ++i) sums[i] *= epilogue.column_scale[i];
+  if (epilogue.bias)
+    for (int64_t i = 0; i < count; ++i) sums[i] += epilogue.bias[i];
+}
+
+// Bytes of a weight that a thread takes at a time: short enough to share well, long enough to be fetched in
+// sequence.
+constexpr int64_t kPieceBytes = 64 << 10;
+
+// Calls f(first, count) for tiles of a weight, shared out among torch's threads: pieces of about kPieceBytes,
+// or whole panels where there are many rows.
+template <class F>
+void for_pieces(int64_t tiles, int64_t blocks, bool few, const F& f) {
+  int64_t unit = kPanelTiles;
+  if (few) {
+    const int64_t of_size = kPieceBytes / (blocks * (kBlockCodeBytes + kLaneRows));
+    const int64_t of_share = tiles / (8 * static_cast<int64_t>(torch::stable::get_num_threads()));
+    unit = std::max<int64_t>(1, std::min(of_size, of_share));
+  }
+  share_out((tiles + unit - 1) / unit,
+            [&](int64_t piece) { f(piece * unit, std::min(unit, tiles - piece * unit)); });
+}
+
+// Calls f(row) for every row, in pieces of about 16 K elements.
+template <class F>
+void share_out_rows(int64_t rows, int64_t columns, const F& f) {
+  const int64_t unit = std::max<int64_t>(1, 16384 / columns);
+  share_out((rows + unit - 1) / unit, [&](int64_t piece) {
+    for (int64_t row = piece * unit; row < std::min(rows, (piece + 1) * unit); ++row) f(row);
+  });
+}
+
+// Rows of x, about kManyRows at most, quantized where there is an input_scale_inv.
+template <class T>
+Activations<T> activations_of(const T* from, int64_t rows, int64_t columns, const float* input_scale_inv) {
+  Activations<T> activations(rows, columns, input_scale_inv != nullptr);
+  if (activations.borrow(from)) return activations;
+  activations.allocate();
+  share_out_rows(rows, columns, [&](int64_t row) {
+    thread_local std::vector<float> floats;
+    floats.resize(columns);
+    load(from + row * columns, columns, floats.data());
+    activations.set_row(row, floats.data(), input_scale_inv ? *input_scale_inv : 0.0f);
+  });
+  return activations;
+}
+
+// Calls f(row, count) for rows of x that are multiplied at once. The last ones do not come to few: a row's
+// result does not depend on its place.
+template <class F>
+void for_row_groups(int64_t rows, const F& f) {
+  for (int64_t row = 0; row < rows;) {
+    const int64_t left = rows - row, count = left <= kManyRows + kFewRows ? left : kManyRows;
+    f(row, count);
+    row += count;
+  }
+}
+
+// Sums of one piece of a weight for all rows, in memory of the thread: f(sums, stride, column, count).
+template <class Tag, class T>
+float* sums_of(const Activations<T>& activations, const Nvfp4Weight& weight, int64_t first, int64_t count) {
+  const int64_t stride = count * kLaneRows;
+  float* sums = static_cast<float*>(scratch<Tag>(activations.sum_rows() * stride * sizeof(float)));
+  activations.multiply(PackedTiles(weight, first, count), sums, stride);
+  return sums;
+}
+
+}  // namespace nibble::cpu

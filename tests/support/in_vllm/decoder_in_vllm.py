@@ -1,0 +1,74 @@
+"""`python decoder_in_vllm.py FOLDER...`: each model's answers with nibble's decoder operators and
+with vLLM's modules, in one process.
+
+A line with RESULT and JSON for each: how many steps the operators computed whole, and the largest
+difference of a log-probability as long as the answers agree, with the number of tokens that do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+PROMPTS = [[5 + (place * 7 + number * 31) % 100 for place in range(length)]
+           for number, length in enumerate((3, 45, 70))]  # fmt: skip
+TOKENS = 24
+
+
+def answers(llm: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=TOKENS, logprobs=-1, temperature=0, detokenize=False, ignore_eos=True
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    llm.reset_prefix_cache()
+    return [output.outputs[0] for output in llm.generate(prompts, sampling, use_tqdm=False)]
+
+
+def compared(folder: str) -> dict[str, Any]:
+    from nibble_kernels.decoder import Decoder
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        folder,
+        kv_cache_memory_bytes=64 << 20,
+        max_logprobs=-1,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )
+    steps, step = [], Decoder.step
+
+    def counted(self: Decoder, *given: Any, **more: Any) -> Any:
+        steps.append(1)
+        return step(self, *given, **more)
+
+    Decoder.step = counted  # type: ignore[method-assign]
+    with_operators = answers(llm)
+    Decoder.step = step  # type: ignore[method-assign]
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    inner = runner.get_model().model
+    del inner.forward
+    with_modules = answers(llm)
+    largest, same = 0.0, 0
+    for one, other in zip(with_operators, with_modules, strict=True):
+        for place in range(TOKENS):
+            mine, theirs = one.logprobs[place], other.logprobs[place]
+            differences = [abs(mine[token].logprob - theirs[token].logprob) for token in mine]
+            largest = max(largest, *differences)
+            if one.token_ids[place] != other.token_ids[place]:
+                break
+            same += 1
+    del llm
+    cleanup_dist_env_and_memory()
+    return {"whole_steps": len(steps), "largest": largest, "same_tokens": same}
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        print("\nRESULT " + json.dumps(compared(folder)), flush=True)
