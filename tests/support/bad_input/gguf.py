@@ -1,4 +1,4 @@
-"""Rows of the bad-input table about GGUF files, which `nibble convert` reads and no server does."""
+"""Rows of the bad-input table about `nibble convert`, and about GGUF files, which no server reads."""
 
 from __future__ import annotations
 
@@ -108,5 +108,19 @@ def gguf_rows() -> list[Row]:
             5,
             "…/model.gguf is a GGUF file, which --to modelopt does not read; …",
             Case(("convert", FILE, "{tmp}/converted", "--to", "modelopt"), prepare=gguf_file()),
+        ),
+        row(
+            "cache-type",
+            "`convert --kv-cache int8`",
+            2,
+            "--kv-cache int8; expected fp8",
+            Case((*CONVERT, "--kv-cache", "int8"), prepare=gguf_file()),
+        ),
+        row(
+            "kept-share",
+            "`convert --keep-sensitive -1`",
+            2,
+            "--keep-sensitive -1.0; expected a number from 0 to 300, …",
+            Case((*CONVERT, "--keep-sensitive", "-1"), prepare=gguf_file()),
         ),
     ]
