@@ -1,4 +1,4 @@
-"""Rows of the bad-input table about `nibble convert`, and about GGUF files, which no server reads."""
+"""Rows of the bad-input table about `nibble convert`, and GGUF files, which no server reads."""
 
 from __future__ import annotations
 
