@@ -28,6 +28,7 @@ from nibble.engine.gate.state import State
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.memory import Memory
 from nibble.machine.process_table import processes
+from nibble.plan.budget import DecodeBound
 from nibble.plan.memory import UNWATCHED, Limits, Step, limits
 from nibble.serve import supervisor as launch
 from nibble.serve import watchdog as governor
@@ -118,6 +119,7 @@ class Run:
             vllm_environ=dict,
             to_json=dict,
             target=SimpleNamespace(device="cpu"),
+            bound=DecodeBound(None, None, None, ""),
             ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
             topology=SimpleNamespace(mode="machine", ranks_here=1, ranks=1, spans_machines=False),
         )
