@@ -126,7 +126,7 @@ def _environ(scratch: str) -> dict[str, str]:
         "FLASHINFER_WORKSPACE_BASE": scratch,
         "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
         "NIBBLE_CACHE_DIR": str(cache_dir()),
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
     }
     return {**os.environ, **PROBE_ENVIRONMENT, **folders}
 
