@@ -27,7 +27,15 @@ class Image:
 
 def engine(environ: Mapping[str, str]) -> str:
     """The program that runs containers: DOCKER, docker or podman."""
-    found = environ.get("DOCKER") or shutil.which("docker") or shutil.which("podman")
+    given = environ.get("DOCKER")
+    if given and not shutil.which(given):
+        raise NibbleError(
+            ExitCode.NO_HARDWARE,
+            what=f"DOCKER={given} is not a program",
+            expected="docker or podman",
+            action="correct or unset DOCKER",
+        )
+    found = given or shutil.which("docker") or shutil.which("podman")
     if not found:
         raise NibbleError(
             ExitCode.NO_HARDWARE,
@@ -86,15 +94,7 @@ def packages_of(image: Image, program: str) -> str:
 
 
 def _run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run([program, *words], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise NibbleError(
-            ExitCode.NO_HARDWARE,
-            what=f"{program} does not start ({error.strerror})",
-            expected="docker or podman",
-            action="correct or unset DOCKER",
-        ) from None
+    return subprocess.run([program, *words], capture_output=True, text=True, check=False)
 
 
 def _last_line(text: str) -> str:
