@@ -65,34 +65,47 @@ def test_products_are_as_ptx_defines_them(
     library: ctypes.CDLL, kind: str, selectors: tuple[int, int], sparse: bool
 ) -> None:
     for seed in range(5):
-        generator = torch.Generator().manual_seed(seed)
-        random = partial(torch.randint, generator=generator)
-        columns, each = (128, 32) if sparse else (64, 16)
-        a, b = random(0, 16, (16, columns)), random(0, 16, (columns, 8))
-        stored, places = a, torch.zeros(16, columns // 8, dtype=torch.int64)
-        if sparse:
-            a, stored, places = with_stored_pairs(a, random)
-        scale_a, scale_b = scales_of(kind, 16, generator), scales_of(kind, 8, generator)
-        noise = random(-(2**31), 2**31, (32,)).to(torch.int32)
-        start = torch.randn(16, 8, generator=generator).bfloat16().float()
-        found = sums_in_lanes(start)
-        operands = (
-            a_in_lanes(stored),
-            b_in_lanes(b),
-            places_in_lanes(places),
-            in_lanes(scale_a, partial(row_lane, selector=selectors[0]), noise),
-            in_lanes(scale_b, lambda row: 4 * row + selectors[1], noise),
-            found,
+        operands, exact, size = a_tile(seed, kind, selectors, sparse, start=True)
+        found = sums_in_lanes(start_of(seed))
+        library.multiply_fp4_on_the_host(
+            sparse, int(selectors == (1, 3)), *pointers(*operands, found)
         )
-        library.multiply_fp4_on_the_host(sparse, int(selectors == (1, 3)), *pointers(*operands))
-        left = E2M1[a] * scale_a.view(torch.float8_e4m3fn).double().repeat_interleave(each, 1)
-        right = E2M1[b] * scale_b.view(torch.float8_e4m3fn).double().repeat_interleave(each, 1).T
-        exact, size = start + left @ right, start.abs() + left.abs() @ right.abs()
         if kind == "powers of two":
             assert torch.equal(sums_of_lanes(found).double(), exact.float().double())
         else:
             # Eight products of a tensor core and one addition, each rounded once (2^-24).
             assert ((sums_of_lanes(found) - exact).abs() <= size * 9 * 2.0**-24).all()
+
+
+def start_of(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(16, 8, generator=generator).bfloat16().float()
+
+
+def a_tile(
+    seed: int, kind: str, selectors: tuple[int, int], sparse: bool, *, start: bool
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Registers of 32 lanes, the sums [16, 8] in float64 and the sums of magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    random = partial(torch.randint, generator=generator)
+    columns, each = (128, 32) if sparse else (64, 16)
+    a, b = random(0, 16, (16, columns)), random(0, 16, (columns, 8))
+    stored, places = a, torch.zeros(16, columns // 8, dtype=torch.int64)
+    if sparse:
+        a, stored, places = with_stored_pairs(a, random)
+    scale_a, scale_b = scales_of(kind, 16, generator), scales_of(kind, 8, generator)
+    noise = random(-(2**31), 2**31, (32,)).to(torch.int32)
+    operands = (
+        a_in_lanes(stored),
+        b_in_lanes(b),
+        places_in_lanes(places),
+        in_lanes(scale_a, partial(row_lane, selector=selectors[0]), noise),
+        in_lanes(scale_b, lambda row: 4 * row + selectors[1], noise),
+    )
+    left = E2M1[a] * scale_a.view(torch.float8_e4m3fn).double().repeat_interleave(each, 1)
+    right = E2M1[b] * scale_b.view(torch.float8_e4m3fn).double().repeat_interleave(each, 1).T
+    first = start_of(seed).double() * start
+    return operands, first + left @ right, first.abs() + left.abs() @ right.abs()
 
 
 def with_stored_pairs(
@@ -152,7 +165,7 @@ def sums_in_lanes(sums: Tensor) -> Tensor:
 
 
 def sums_of_lanes(lanes: Tensor) -> Tensor:
-    sums = torch.empty(16, 8)
+    sums = torch.empty(16, 8, dtype=lanes.dtype)
     for lane, (q, c) in enumerate(LANES):
         sums[q, 2 * c : 2 * c + 2], sums[q + 8, 2 * c : 2 * c + 2] = lanes[lane, :2], lanes[lane, 2:]
     return sums
