@@ -1,6 +1,6 @@
 """nibble::fp8_linear: few rows of E4M3 activations times an E4M3 weight, on NVIDIA GPUs.
 
-Made for SM12x; it runs on every GPU from SM89: docs/kernels/fp8_linear.md.
+Made for SM12x; it runs on every GPU from SM89: docs/kernels/blackwell.md.
 """
 
 from __future__ import annotations

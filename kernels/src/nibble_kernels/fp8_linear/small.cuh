@@ -1,5 +1,5 @@
 // Few rows of E4M3 activations times an E4M3 weight as the checkpoint has it, at the speed at which the weight
-// can be read. Layouts and order of work: docs/kernels/fp8_linear.md.
+// can be read. Layouts and order of work: docs/kernels/blackwell.md.
 //
 // A thread block has 32 rows of the weight. Its warps take 128 columns in turn; lanes load 16 bytes of a row
 // and use them as columns of a product in another order, which a sum does not see. Sums of 128 columns are

@@ -1,5 +1,5 @@
 // 17 to 512 rows of NVFP4 activations times an NVFP4 weight, for SM12x: the decode kernel's weight as the
-// first operand of FP4 products. Layouts and order of work: docs/kernels/nvfp4_w4a4.md.
+// first operand of FP4 products. Layouts and order of work: docs/kernels/blackwell.md.
 //
 // A thread block multiplies 128 rows of the weight by a tile of tokens. One warp fetches 128 columns at a time
 // in bulk; eight others have 16 rows each. All chunks of all units are divided in equal ranges, one for each

@@ -1,6 +1,6 @@
 """nibble::nvfp4_w4a4_linear: quantized activations times a prepared NVFP4 weight, on NVIDIA GPUs.
 
-Made for SM12x. Other GPUs emulate its products, which is for tests: docs/kernels/nvfp4_w4a4.md.
+Made for SM12x. Other GPUs emulate its products, which is for tests: docs/kernels/blackwell.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // How the work of w4a4.cuh is divided, and its launch: without torch, so that a program of its own can prove
-// the kernel (tests/kernels/blackwell_proof.cu).
+// the kernel (benchmarks/offline_gpu/blackwell_proof.cu).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
 // Up to 16 rows of activations times an NVFP4 weight of which two in four neighbours are zero: 7/9 of the dense
-// weight's bytes. Layouts and order of work: docs/kernels/nvfp4_sparse.md.
+// weight's bytes. Layouts and order of work: docs/kernels/blackwell.md.
 //
 // A thread block has a group of 16 rows. Its warps take 128 columns in turn, decode the stored codes as the
 // dense kernel does, and multiply with the sparse form of the tensor cores' f16 and bfloat16 products. Their
