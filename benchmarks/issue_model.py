@@ -47,16 +47,37 @@ GPUS = (
 SPARSE_X = 4 * 60  # a chunk's x is put in order by four warps' iterations of about 60
 LOOPS = (
     *(
-        Loop(f"W4A4, {n} tokens a tile", "nvfp4_linear/w4a4.cu", f"bfloat16.*FormILj{n}E", "OMMA", 1152, 0)
+        Loop(
+            f"W4A4, {n} tokens a tile",
+            "nvfp4_linear/w4a4.cu",
+            f"bfloat16.*FormILj{n}E",
+            "OMMA",
+            1152,
+            0,
+        )
         for n in (32, 64, 128)
     ),
     *(
-        Loop(f"FP8{kind}, {8 * n} tokens", "fp8_linear/kernel.cu", f"bfloat16Lj{n}ELb{b}E", "QMMA", 4096, 0)
+        Loop(
+            f"FP8{kind}, {8 * n} tokens",
+            "fp8_linear/kernel.cu",
+            f"bfloat16Lj{n}ELb{b}E",
+            "QMMA",
+            4096,
+            0,
+        )
         for b, kind in enumerate(("", " in blocks"))
         for n in (1, 2, 4)
     ),
     *(
-        Loop(f"sparse, {8 * n} tokens", "nvfp4_sparse/kernel.cu", f"Bfloat.*Lj{n}E", "HMMA", 896, n * SPARSE_X)
+        Loop(
+            f"sparse, {8 * n} tokens",
+            "nvfp4_sparse/kernel.cu",
+            f"Bfloat.*Lj{n}E",
+            "HMMA",
+            896,
+            n * SPARSE_X,
+        )
         for n in (1, 2)
     ),
 )
@@ -87,7 +108,9 @@ def main() -> None:
         count, products = instructions(body, loop.opcode)
         cells = [loop.kernel, loop.weight_bytes, count + loop.further, products]
         for gpu in GPUS:
-            cycles = gpu.multiprocessors * 4 * gpu.hertz / (gpu.bytes_per_second / loop.weight_bytes)
+            cycles = (
+                gpu.multiprocessors * 4 * gpu.hertz / (gpu.bytes_per_second / loop.weight_bytes)
+            )
             each = 16 * 8 * 64 * 2 / (gpu.fp4_per_second / (gpu.multiprocessors * 4 * gpu.hertz))
             needed = max(count + loop.further, products * each if loop.opcode == "OMMA" else 0)
             cells.append(f"{cycles / needed:.1f}")

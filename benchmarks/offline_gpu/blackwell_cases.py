@@ -81,7 +81,9 @@ def bound_of(size: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     return size * 2.0**-20 + exact.abs() * kind.eps / 2 + kind.smallest_normal
 
 
-def finished(sums: Tensor, size: Tensor, dtype: torch.dtype, silu_mul: bool) -> tuple[Tensor, Tensor]:
+def finished(
+    sums: Tensor, size: Tensor, dtype: torch.dtype, silu_mul: bool
+) -> tuple[Tensor, Tensor]:
     if not silu_mul:
         return sums, bound_of(size, sums, dtype)
     gate, up = sums.chunk(2, -1)
@@ -127,7 +129,10 @@ def fp8_cases(file: IO[bytes]) -> None:
             tokens, rows, columns = shape
             x, weight = fp8.eighths(tokens, columns, 0), fp8.eighths(rows, columns, 1)
             scales = fp8.scales_of(kind, shape)
-            left, right = fp8.scaled(x, scales[0], kind, 1), fp8.scaled(weight, scales[1], kind, 128)
+            left, right = (
+                fp8.scaled(x, scales[0], kind, 1),
+                fp8.scaled(weight, scales[1], kind, 128),
+            )
             bias = torch.randn(rows).to(dtype)
             sums, size = left @ right.T + bias.double(), left.abs() @ right.abs().T
             one_scale = [one.numel() == 1 for one in scales]

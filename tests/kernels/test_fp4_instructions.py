@@ -223,7 +223,10 @@ def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for:
     assert seen >= {(operand, *one) for operand in ("Bfloat", "Half") for one in shared}
 
 
-OMMA, SPARSE_OMMA = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X", "OMMA.SF.SP.168128.F32.E2M1.E2M1.UE4M3.4X"
+OMMA, SPARSE_OMMA = (
+    "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X",
+    "OMMA.SF.SP.168128.F32.E2M1.E2M1.UE4M3.4X",
+)
 SM12X_AND_ONE_SLOW = ["120f", "121a", pytest.param("90a", marks=pytest.mark.slow)]
 
 

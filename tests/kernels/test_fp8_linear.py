@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -61,11 +62,16 @@ def test_sums_are_rounded_once(
     from nibble_kernels.fp8_linear import fp8_linear
 
     tokens, outputs, columns = shape
-    x, weight, scales = eighths(tokens, columns, 0), eighths(outputs, columns, 1), scales_of(kind, shape)
+    x, weight, scales = (
+        eighths(tokens, columns, 0),
+        eighths(outputs, columns, 1),
+        scales_of(kind, shape),
+    )
     for dtype in (torch.bfloat16, torch.float16):
         bias = torch.ones(outputs, dtype=dtype)
-        tensors = [one.to(device) for one in (x, weight, *scales)]
-        y = fp8_linear(*tensors, dtype, bias=bias.to(device), blockwise=kind == "blocks")
+        left, right, x_scale, scale = (one.to(device) for one in (x, weight, *scales))
+        options: dict[str, Any] = {"bias": bias.to(device), "blockwise": kind == "blocks"}
+        y = fp8_linear(left, right, x_scale, scale, dtype, **options)
         check(y.cpu(), x, weight, scales, kind)
 
 
@@ -120,5 +126,5 @@ def test_what_it_does_not_take_is_named(kernels: ModuleType) -> None:
     x, weight, one = eighths(1, 24, 0), eighths(8, 24, 1), torch.ones(1)
     with pytest.raises(ValueError, match="multiple of 16 columns; got 24"):
         fp8_linear(x, weight, one, one, torch.bfloat16)
-    with pytest.raises(ValueError, match="expected float8_e4m3fn; got torch.float32"):
+    with pytest.raises(ValueError, match=r"expected float8_e4m3fn; got torch\.float32"):
         fp8_linear(x.float(), weight, one, one, torch.bfloat16)

@@ -167,5 +167,8 @@ def sums_in_lanes(sums: Tensor) -> Tensor:
 def sums_of_lanes(lanes: Tensor) -> Tensor:
     sums = torch.empty(16, 8, dtype=lanes.dtype)
     for lane, (q, c) in enumerate(LANES):
-        sums[q, 2 * c : 2 * c + 2], sums[q + 8, 2 * c : 2 * c + 2] = lanes[lane, :2], lanes[lane, 2:]
+        sums[q, 2 * c : 2 * c + 2], sums[q + 8, 2 * c : 2 * c + 2] = (
+            lanes[lane, :2],
+            lanes[lane, 2:],
+        )
     return sums

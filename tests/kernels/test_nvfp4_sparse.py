@@ -64,7 +64,7 @@ def test_a_weight_that_is_not_sparse_is_refused_with_its_share(kernels: ModuleTy
     codes[5, :2] = 0x11
     codes[7, 0] = 0x88  # negative zeros are zeros
     assert share_that_is_not_sparse(codes) == 1 / (64 * 100)
-    with pytest.raises(NotSparseError, match=r"not 2:4 sparse: 0\.02% of its groups of four") as found:
+    with pytest.raises(NotSparseError, match=r"not 2:4 sparse: 0\.02% of") as found:
         pack_sparse(codes, scales, native=True)
     assert found.value.share == 1 / 6400
 
@@ -77,7 +77,8 @@ def test_sums_are_rounded_once(kernels: ModuleType, device: str, dtype: torch.dt
     for tokens, rows, columns in [*CASES, (35, 40, 176)]:
         weight, x = sparse_weight(rows, columns), activations(tokens, columns, dtype)
         packed = pack_sparse(*weight, native=dtype == torch.float16)
-        on_device = SparseWeight(*(one.to(device) for one in packed[:3]), *packed[3:])
+        arrays = (one.to(device) for one in packed[:3])
+        on_device = SparseWeight(*arrays, rows=packed.rows, native=packed.native)
         y = nvfp4_sparse_linear(x.to(device), on_device, GLOBAL_SCALE).cpu()
         assert_rounded_once(y, x, values_of(*weight), torch.tensor(GLOBAL_SCALE).double())
 

@@ -157,9 +157,12 @@ def add_rmsnorm_nvfp4_w4a4_linear(
     silu_mul: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """nvfp4_w4a4_product of RMSNorm(x + residual) · norm_weight, and x + residual."""
-    *quantized, total = add_rmsnorm_nvfp4_quant(x, residual, norm_weight, input_scale_inv, epsilon)
+    codes, scales, total = add_rmsnorm_nvfp4_quant(
+        x, residual, norm_weight, input_scale_inv, epsilon
+    )
     y = nvfp4_w4a4_product(
-        *quantized,
+        codes,
+        scales,
         weight,
         global_scale,
         x.dtype,
