@@ -83,6 +83,20 @@ def test_sums_are_rounded_once(kernels: ModuleType, device: str, dtype: torch.dt
         assert_rounded_once(y, x, values_of(*weight), torch.tensor(GLOBAL_SCALE).double())
 
 
+def test_many_rows_take_a_dense_copy(kernels: ModuleType) -> None:
+    from nibble_kernels.nvfp4_sparse import nvfp4_sparse_weight_linear, pack_sparse
+
+    weight, x = sparse_weight(48, 400), activations(70, 400, torch.bfloat16)
+    factors, bias = torch.rand(48) + 0.5, torch.randn(48).bfloat16()
+    packed = pack_sparse(*weight, native=False)
+    options: dict[str, Any] = {"column_scale": factors, "bias": bias}
+    y = nvfp4_sparse_weight_linear(x, packed, GLOBAL_SCALE, **options)
+    expected = GLOBAL_SCALE * factors.double()
+    assert_rounded_once(y, x, values_of(*weight), expected, bias.double())
+    few = nvfp4_sparse_weight_linear(x[:16], packed, GLOBAL_SCALE, **options)
+    assert_rounded_once(few, x[:16], values_of(*weight), expected, bias.double())
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["software", "instructions"])
 def library(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
