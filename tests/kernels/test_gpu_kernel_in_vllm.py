@@ -105,6 +105,7 @@ def test_the_kernel_packs_what_is_sparse(
     weight, scales = packed_weight(24, 160)
     sparse = weight.clone()
     sparse[:, 1::2] = 0
+    monkeypatch.setattr(cuda, "runs_here", lambda: (True, None))
     monkeypatch.setattr(cuda, "current_options", lambda: Options(sparse_fp4="on"))
     x = torch.randn(3, 160).bfloat16()
     for codes, is_sparse in ((weight, False), (sparse, True)):
