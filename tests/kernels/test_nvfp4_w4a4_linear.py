@@ -61,8 +61,8 @@ def test_what_comes_before_is_quantized_with_it(kernels: ModuleType) -> None:
     gate_up = activations(19, 320, torch.bfloat16)
     scale = torch.tensor([50.0])
 
-    def product(*quantized: Tensor) -> Tensor:
-        return w4a4.nvfp4_w4a4_product(*quantized[:2], weight, GLOBAL_SCALE, torch.bfloat16)
+    def product(codes: Tensor, scales: Tensor, *_: Tensor) -> Tensor:
+        return w4a4.nvfp4_w4a4_product(codes, scales, weight, GLOBAL_SCALE, torch.bfloat16)
 
     silu = w4a4.silu_mul_nvfp4_w4a4_linear(gate_up, scale, weight, GLOBAL_SCALE)
     assert_same_bits((silu,), (product(*quant.silu_mul_nvfp4_quant(gate_up, scale)),))
