@@ -4,6 +4,8 @@ on NVIDIA GPUs.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
 from nibble_kernels.nvfp4_linear.reference import matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, stored_weight
+from nibble_kernels.nvfp4_moe.reference import activate
 
 __all__ = [
     "MAX_DECODE_TOKENS",
@@ -20,6 +23,7 @@ __all__ = [
     "MAX_TOKENS",
     "PreparedExperts",
     "nvfp4_moe_decode_linear",
+    "nvfp4_moe_linear",
     "nvfp4_weight_moe",
     "prepare_experts",
 ]
@@ -28,6 +32,9 @@ MAX_PAIRS, MAX_TOKENS = 64, 16
 # Above this number torch multiplies dequantized copies of all experts. Derived from an estimate and
 # not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_TOKENS = 128
+# On SM90: above it the kernel that takes any number of tokens is faster. Measured on an H200:
+# docs/kernels/nvfp4_linear.md.
+MAX_DECODE_PAIRS_SM90 = 0
 
 
 class PreparedExperts(NamedTuple):
@@ -113,6 +120,107 @@ def nvfp4_moe_decode_linear(
     return _decode(x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul)
 
 
+# Of activation.cuh.
+FUNCTIONS = ("silu", "gelu_tanh", "relu2")
+
+
+def _grouped_reference(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_codes: Tensor,
+    w13_scales: Tensor,
+    w13_global_scales: Tensor,
+    w13_bias: Tensor | None,
+    w13_rows: int,
+    w2_codes: Tensor,
+    w2_scales: Tensor,
+    w2_global_scales: Tensor,
+    w2_bias: Tensor | None,
+    w2_rows: int,
+    function: int,
+    gated: bool,
+    limit: float,
+    alpha: float,
+    beta: float,
+    form: int,
+) -> Tensor:
+    """The specification: the intermediate, each product and the sum are rounded once."""
+    ids, topk = topk_ids.reshape(-1), topk_ids.shape[1]
+    y = torch.zeros(len(ids), w2_rows, device=x.device)
+    for expert in ids[(ids >= 0) & (ids < len(w13_codes))].unique().tolist():
+        pairs = (ids == expert).nonzero()[:, 0]
+
+        def product(
+            rows: Tensor, codes: Tensor, scales: Tensor, factors: Tensor, bias: Tensor | None, n: int
+        ) -> Tensor:
+            prepared = PreparedWeight(codes[expert], scales[expert], n, native=False)
+            sums = matmul(rows.float(), *stored_weight(prepared, rows.shape[-1]))
+            sums = sums * factors[expert].repeat_interleave(n // 2)
+            return sums if bias is None else sums + bias[expert].float()
+
+        w13 = (w13_codes, w13_scales, w13_global_scales, w13_bias, w13_rows)
+        h = activate(
+            product(x[pairs // topk], *w13), FUNCTIONS[function], gated, False, limit, alpha, beta
+        )
+        w2 = (w2_codes, w2_scales, w2_global_scales, w2_bias, w2_rows)
+        y[pairs] = product(h.to(x.dtype), *w2) * topk_weights.reshape(-1)[pairs, None]
+    return y.to(x.dtype).float().unflatten(0, (-1, topk)).sum(1).to(x.dtype)
+
+
+_moe_linear = operator(
+    "nvfp4_moe_linear(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor"
+    " w13_scales, Tensor w13_global_scales, Tensor? w13_bias, int w13_rows, Tensor w2_codes, Tensor"
+    " w2_scales, Tensor w2_global_scales, Tensor? w2_bias, int w2_rows, int function, bool gated,"
+    " float limit, float alpha, float beta, int form) -> Tensor",
+    _grouped_reference,
+    lambda x, *rest: torch.empty_like(x),
+)
+
+
+def nvfp4_moe_linear(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: PreparedExperts,
+    w2: PreparedExperts,
+    *,
+    function: str = "silu",
+    gated: bool = True,
+    limit: float = math.inf,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    form: int = -1,
+) -> Tensor:
+    """The sum of the experts' outputs times topk_weights [T, k], [T, H], for x bfloat16 [T, H] and
+    any number of tokens. Compiled for SM90 alone.
+
+    topk_ids: int32 [T, k], different ones for a token; a negative or too large id is an expert of
+    another process and adds nothing. The activation is reference.activate's with gate's rows first.
+    Biases: bfloat16 [E, rows]. A token's bits depend on the number of tokens through its form
+    alone. form: of grouped_form.h, for tests and measurements.
+    """
+    return _moe_linear(
+        x,
+        topk_weights,
+        topk_ids,
+        *w13[:3],
+        w13_bias,
+        w13.rows,
+        *w2[:3],
+        w2_bias,
+        w2.rows,
+        FUNCTIONS.index(function),
+        gated,
+        limit,
+        alpha,
+        beta,
+        form,
+    )
+
+
 def _weight_moe(
     x: Tensor,
     topk_weights: Tensor,
@@ -130,6 +238,8 @@ def _weight_moe(
     w13 = PreparedExperts(w13_codes, w13_scales, w13_global_scales, w13_rows, native)
     w2 = PreparedExperts(w2_codes, w2_scales, w2_global_scales, w2_rows, native)
     tokens, topk = topk_ids.shape
+    if _uses_tiles(x, tokens * topk):
+        return nvfp4_moe_linear(x, topk_weights, topk_ids, w13, w2)
     if tokens > MAX_DECODE_TOKENS or topk > MAX_PAIRS:
         return _grouped(x, topk_weights, topk_ids, w13, w2)
     step, out = min(MAX_TOKENS, MAX_PAIRS // topk), torch.empty_like(x)
@@ -139,6 +249,15 @@ def _weight_moe(
         y = nvfp4_moe_decode_linear(h, w2, ids, topk_weights=topk_weights[part])
         out[part] = y.unflatten(0, (-1, topk)).sum(1)
     return out
+
+
+@functools.cache
+def _has_tiles(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _uses_tiles(x: Tensor, pairs: int) -> bool:
+    return x.is_cuda and pairs > MAX_DECODE_PAIRS_SM90 and _has_tiles(x.get_device())
 
 
 def _grouped(
