@@ -55,8 +55,8 @@ SHAPES = {
     "glm-4.5-air": Shape(128, 8, 4096, 1408),
     "gpt-oss-120b": Shape(128, 4, 2880, 2880),
 }
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
-FORMS = ("tiny", "small", "few", "some", "many", "wide")
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+FORMS = (8, 16, 32, 64, 128)  # tokens of a tile
 FE2M1F = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
 Call = Callable[[], Tensor]
 
@@ -135,9 +135,10 @@ def measure(
     if tokens <= 64:
         calls["decode"] = [partial(layer.decode, x, one) for one in some]
     if forms:
-        for number, name in enumerate(FORMS):
-            if worth_it(number, tokens * shape.topk / shape.experts):
-                calls[name] = [partial(layer.grouped, x, one, number) for one in some]
+        for form in FORMS:
+            if form / 48 <= tokens * shape.topk / shape.experts <= form * 2:
+                name = f"tiles of {form}"
+                calls[name] = [partial(layer.grouped, x, one, form) for one in some]
     if marlin:
         calls["marlin"] = [partial(marlin.run, x, one) for one in some]
     times = interleaved(calls)
@@ -151,11 +152,6 @@ def measure(
         "percent_of_read": round(100 * used * shape.expert_bytes / own / read, 1),
         "ratio": {name: round(time / own, 2) for name, time in times.items() if name != "nibble"},
     }
-
-
-def worth_it(form: int, pairs_an_expert: float) -> bool:
-    tokens = (8, 8, 16, 32, 64, 128)[form]
-    return tokens / 48 <= pairs_an_expert <= tokens * 2 or form <= 2 and pairs_an_expert <= 8
 
 
 class NibbleLayer:
@@ -231,9 +227,7 @@ class MarlinLayer:
     def run(self, x: Tensor, routing: Routing) -> Tensor:
         shape, tokens = self.shape, len(x)
         pairs = tokens * shape.topk
-        block = next(
-            (size for size in (8, 16, 32, 48) if pairs / shape.experts / size < 0.9), 64
-        )
+        block = next((size for size in (8, 16, 32, 48) if pairs / shape.experts / size < 0.9), 64)
         aligned = self._aligned(routing.ids, block)
         middle = x.new_empty(pairs, 2 * shape.intermediate)
         self._product(x, middle, self.w1, self.s1, aligned, routing, block, shape.topk)

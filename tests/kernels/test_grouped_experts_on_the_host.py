@@ -10,7 +10,6 @@ import ctypes
 import math
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,26 @@ from torch import Tensor
 
 from tests.support.changes import OPERATORS
 from tests.support.kernels.kernel_build import KERNELS
-from tests.support.kernels.kernel_cases import activations, assert_same_bits, packed_weight, values_of
+from tests.support.kernels.kernel_cases import (
+    activations,
+    assert_same_bits,
+    packed_weight,
+    values_of,
+)
 
 EMULATOR = Path(__file__).parent / "emulator"
-TINY, SMALL, FEW, SOME, MANY, WIDE = range(6)  # of grouped_form.h
 FUNCTIONS = ("silu", "gelu_tanh", "relu2")
-# Form, thread blocks, tokens, experts a token, experts, hidden, intermediate. Rows and columns that
-# fill no unit and no chunk, several tiles of an expert, a warp without columns, more stages than fit.
+# Tokens of a tile, thread blocks, tokens, experts a token, experts, hidden, intermediate. Rows and columns that
+# fill no unit and no chunk, several tiles of an expert, more chunks than stages.
 CASES = [
-    (TINY, 3, 3, 2, 4, 176, 48),
-    (TINY, 2, 20, 2, 2, 1040, 144),
-    (SMALL, 3, 12, 3, 4, 272, 160),
-    (SMALL, 2, 1, 1, 2, 1424, 272),
-    (FEW, 2, 40, 2, 3, 272, 80),
-    (SOME, 2, 40, 2, 2, 272, 160),
-    (MANY, 2, 70, 1, 2, 144, 144),
-    (WIDE, 2, 131, 1, 2, 400, 144),
+    (8, 3, 3, 2, 4, 176, 48),
+    (8, 2, 20, 2, 2, 1296, 144),
+    (8, 3, 12, 3, 4, 272, 160),
+    (16, 2, 40, 2, 3, 272, 80),
+    (32, 2, 40, 2, 2, 272, 160),
+    (64, 2, 70, 1, 2, 144, 144),
+    (128, 2, 131, 1, 2, 400, 144),
 ]
-Experts = Callable[..., Tensor]
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
@@ -149,7 +150,7 @@ def test_each_pair_gets_its_experts_output(library: ctypes.CDLL, case: tuple[int
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_activations_and_biases(
     library: ctypes.CDLL, case: tuple[int, ...], gated: bool, function: str
 ) -> None:
@@ -157,7 +158,7 @@ def test_activations_and_biases(
     assert_close(layer.products(library), layer.exact())
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4]], ids=str)
 def test_copies_that_are_over_at_once_give_the_same_bits(
     library: ctypes.CDLL, case: tuple[int, ...]
 ) -> None:
@@ -165,10 +166,8 @@ def test_copies_that_are_over_at_once_give_the_same_bits(
     assert_same_bits((layer.products(library, late=False),), (layer.products(library),))
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
-def test_a_token_does_not_depend_on_the_others(
-    library: ctypes.CDLL, case: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("case", [CASES[2], CASES[3]], ids=str)
+def test_a_token_does_not_depend_on_the_others(library: ctypes.CDLL, case: tuple[int, ...]) -> None:
     layer = Layer(case, "silu", gated=True, biased=False)
     everything = layer.products(library)
     layer.x, layer.ids, layer.router = (

@@ -33,12 +33,12 @@ struct Routed {
         tiles.push_back({expert, first, min<uint32_t>(Form::kTokens, pairs.size() - first), 0});
     }
     const uint32_t words = Form::kXBytes / 4;
-    x.resize(tiles.size() * Form::padded(chunks) * words);
+    x.resize(tiles.size() * chunks * words);
     for (uint32_t tile = 0; tile < tiles.size(); ++tile) {
       for (uint32_t token = 0; token < tiles[tile].count; ++token) {
         const uint16_t* row = layer.x + size_t{pairs[tiles[tile].first + token] / layer.topk} * layer.hidden;
         for (uint32_t column = 0; column < layer.hidden; column += 2) {
-          const size_t chunk = size_t{tile} * Form::padded(chunks) + column / kChunk;
+          const size_t chunk = size_t{tile} * chunks + column / kChunk;
           x[chunk * words + Form::word_of(token, column)] = row[column] | uint32_t{row[column + 1]} << 16;
         }
       }
@@ -68,13 +68,12 @@ void run(Problem p, const Layer& layer, uint32_t blocks) {
     weight->row_blocks = quotient_up(weight->groups, Form::kGroups);
     for (CUtensorMap* map : {&weight->codes, &weight->scales}) {
       map->box_rows = Form::kGroups;
-      map->box_chunks = Form::kSplit;
     }
   }
   const Routed<Form> routed(layer, p.first.chunks);
   const uint32_t tiles = routed.tiles.size();
   // Bits of NaN where nothing is written, zeros where columns fill the last chunk.
-  const size_t words = size_t{tiles} * Form::padded(p.second.chunks) * (Form::kXBytes / 4);
+  const size_t words = size_t{tiles} * p.second.chunks * (Form::kXBytes / 4);
   std::vector<uint32_t> inner(words, layer.inner % kChunk ? 0 : ~0u), complete(tiles + 1);
   uint32_t queue = 0;
   p.x = reinterpret_cast<const uint4*>(routed.x.data());
@@ -85,6 +84,7 @@ void run(Problem p, const Layer& layer, uint32_t blocks) {
   p.weights = routed.weights.data();
   p.queue = &queue;
   p.complete = complete.data();
+  p.most_tiles = tiles;
   run_cluster(blocks, Form::kThreads, Form::kSharedBytes, 0, 1, [&](uint4* memory) {
     Multiplier<__nv_bfloat16, nibble::BfloatOperand, Form>{
         p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))}
@@ -107,10 +107,9 @@ extern "C" void multiply_experts_in_tiles_on_the_host(
   p.products = products;
   p.activation = {static_cast<Function>(function), gated, limit, alpha, beta};
   const Layer layer{static_cast<const uint16_t*>(x), ids, weights, tokens, topk, experts, hidden, inner};
-  if (form == 0) return run<Tiny>(p, layer, blocks);
-  if (form == 1) return run<Small>(p, layer, blocks);
-  if (form == 2) return run<Few>(p, layer, blocks);
-  if (form == 3) return run<Some>(p, layer, blocks);
-  if (form == 4) return run<Many>(p, layer, blocks);
-  run<Wide>(p, layer, blocks);
+  if (form == 8) return run<Form8>(p, layer, blocks);
+  if (form == 16) return run<Form16>(p, layer, blocks);
+  if (form == 32) return run<Form32>(p, layer, blocks);
+  if (form == 64) return run<Form64>(p, layer, blocks);
+  run<Form128>(p, layer, blocks);
 }

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kRouteThreads)
 }
 
 template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_constant__ Problem problem) {
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks) multiply(const __grid_constant__ Problem problem) {
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
   Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
@@ -95,7 +95,7 @@ template <class Form>
 void describe(Weight& weight, const void* codes, const void* scales, uint32_t experts) {
   weight.row_blocks = quotient_up(weight.groups, Form::kGroups);
   const auto map = [&](const void* data, uint32_t words) {
-    return map_of_words(data, words, weight.chunks, experts * weight.groups, Form::kSplit, Form::kGroups);
+    return map_of_words(data, words, weight.chunks, experts * weight.groups, 1, Form::kGroups);
   };
   weight.codes = map(codes, kCodeBytes / 4);
   weight.scales = map(scales, kScaleBytes / 4);
@@ -109,11 +109,10 @@ void multiply_with(Run& run) {
   describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
   describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
   r.most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs);
-  o.padded_chunks = Form::padded(o.chunks);
-  o.inner_padded_chunks = Form::padded(o.inner_chunks);
+  p.most_tiles = r.most_tiles;
   Parts parts;
-  const int64_t x = parts.add(int64_t{r.most_tiles} * o.padded_chunks * Form::kXBytes),
-                inner = parts.add(int64_t{r.most_tiles} * o.inner_padded_chunks * Form::kXBytes),
+  const int64_t x = parts.add(int64_t{r.most_tiles} * o.chunks * Form::kXBytes),
+                inner = parts.add(int64_t{r.most_tiles} * o.inner_chunks * Form::kXBytes),
                 products = parts.add(int64_t{r.pairs} * p.second.outputs * sizeof(T)),
                 tiles = parts.add(r.most_tiles * sizeof(Tile)), order = parts.add(r.pairs * 4),
                 weights = parts.add(r.pairs * 4), complete = parts.add(r.most_tiles * 4),
@@ -141,7 +140,7 @@ void multiply_with(Run& run) {
     Launch(order_blocks * 2, 1, kRouteThreads, 0, run.stream)(order_many<Form>, r, o);
   }
   const uint32_t most_units = r.most_tiles * (p.first.row_blocks + p.second.row_blocks);
-  Launch(std::min(run.device.multiprocessors, most_units), 1, Form::kThreads, Form::kSharedBytes,
+  Launch(std::min(run.device.multiprocessors * Form::kBlocks, most_units), 1, Form::kThreads, Form::kSharedBytes,
          run.stream)(multiply<T, Operand, Form>, p);
   const uint32_t pieces = p.second.outputs / 8;
   Launch(quotient_up(run.tokens * pieces, kSumThreads), 1, kSumThreads, 0, run.stream)(
@@ -149,20 +148,20 @@ void multiply_with(Run& run) {
       run.tokens, o.topk, pieces);
 }
 
-template <class T, class Operand>
-void multiply_all(Run& run, int64_t form) {
-  if (form == 0) return multiply_with<T, Operand, Tiny>(run);
-  if (form == 1) return multiply_with<T, Operand, Small>(run);
-  if (form == 2) return multiply_with<T, Operand, Few>(run);
-  if (form == 3) return multiply_with<T, Operand, Some>(run);
-  if (form == 4) return multiply_with<T, Operand, Many>(run);
-  multiply_with<T, Operand, Wide>(run);
-}
-
-// The form for so many pairs an expert. Measured on an H200: docs/kernels/nvfp4_linear.md.
+// For so many pairs an expert: fitted to every form's time on an H200 (docs/kernels/nvfp4_linear.md).
 int64_t form_of(uint32_t pairs, uint32_t experts) {
   const float each = static_cast<float>(pairs) / static_cast<float>(experts);
-  return pairs <= 32 ? 0 : each <= 4 ? 1 : each <= 10 ? 2 : each <= 24 ? 3 : each <= 48 ? 4 : 5;
+  return each <= 4.5f ? 8 : each <= 9 ? 16 : each <= 18 ? 32 : each <= 72 ? 64 : 128;
+}
+
+template <class T, class Operand>
+void multiply_all(Run& run, int64_t tokens) {
+  if (tokens == 8) return multiply_with<T, Operand, Form8>(run);
+  if (tokens == 16) return multiply_with<T, Operand, Form16>(run);
+  if (tokens == 32) return multiply_with<T, Operand, Form32>(run);
+  if (tokens == 64) return multiply_with<T, Operand, Form64>(run);
+  require(tokens == 128, "expected a form of 8, 16, 32, 64 or 128 tokens, found ", tokens);
+  multiply_with<T, Operand, Form128>(run);
 }
 
 Weight weight_of(const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& global_scales,
@@ -223,7 +222,7 @@ Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const T
   run.ordering.inner_columns = static_cast<uint32_t>(inner);
   run.ordering.inner_chunks = run.problem.second.chunks;
   multiply_all<__nv_bfloat16, BfloatOperand>(
-      run, form >= 0 ? form : form_of(run.routing.pairs, run.routing.experts));
+      run, form > 0 ? form : form_of(run.routing.pairs, run.routing.experts));
   return out;
 }
 

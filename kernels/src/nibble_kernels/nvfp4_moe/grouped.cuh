@@ -44,7 +44,8 @@ struct Problem {
   const uint32_t* tile_count;
   const uint32_t* pairs;       // in the order of tiles
   const float* weights;        // in the order of tiles
-  uint32_t *queue, *complete;  // units taken; warps that are through with a tile's intermediate, [tiles]
+  uint32_t *queue, *complete;  // units taken; row blocks of a tile's intermediate that are there, [tiles]
+  uint32_t most_tiles;
   Activation activation;
 };
 
@@ -62,15 +63,16 @@ struct Multiplier {
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 
   __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
-  __device__ __forceinline__ SharedPlace parts() const { return shared + Form::kStages * Form::kStageBytes; }
+  __device__ __forceinline__ SharedPlace unit_place(uint32_t i) const {
+    return stage(Form::kStages) + i * 16;
+  }
   __device__ __forceinline__ SharedPlace full(uint32_t i) const {
-    return parts() + 2 * Form::kPartBytes + i * 8;
+    return unit_place(Form::kStages) + i * 8;
   }
   __device__ __forceinline__ SharedPlace empty(uint32_t i) const { return full(Form::kStages + i); }
-  __device__ __forceinline__ SharedPlace parts_here() const { return full(2 * Form::kStages); }
-  __device__ __forceinline__ SharedPlace unit_place(uint32_t i) const {
-    return full(2 * Form::kStages + 1) + i * 4;
-  }
+  __device__ __forceinline__ SharedPlace written(uint32_t i) const { return full(2 * Form::kStages + i); }
+  __device__ __forceinline__ SharedPlace announced(uint32_t i) const { return written(kSlots + i); }
+  __device__ __forceinline__ SharedPlace slot_place(uint32_t i) const { return written(2 * kSlots) + i * 4; }
 
   __device__ __forceinline__ void start() const {
     if (threadIdx.x == 0) {
@@ -78,7 +80,10 @@ struct Multiplier {
         instruction::init_barrier(full(i), 1);
         instruction::init_barrier(empty(i), Form::kConsumerWarps);
       }
-      instruction::init_barrier(parts_here(), Form::kConsumerWarps);
+      for (uint32_t i = 0; i < kSlots; ++i) {
+        instruction::init_barrier(written(i), Form::kConsumerWarps);
+        instruction::init_barrier(announced(i), 1);
+      }
       instruction::publish_barriers();
     }
     __syncthreads();
@@ -108,79 +113,110 @@ struct Multiplier {
   __device__ __forceinline__ const Weight& weight_of(const Unit& unit) const {
     return unit.is_second ? p.second : p.first;
   }
+  __device__ __forceinline__ Tile tile_of(uint32_t tile) const {
+    const uint4 found = __ldcg(reinterpret_cast<const uint4*>(p.tiles + tile));
+    return {found.x, found.y, found.z, 0};
+  }
+  // A unit and its tile, as the fetching thread tells the others.
+  static __device__ __forceinline__ uint4 message_of(const Unit& unit, const Tile& tile) {
+    return make_uint4(unit.tile | uint32_t{unit.is_second} << 31, unit.row_block | tile.expert << 16, tile.first,
+                      tile.count);
+  }
 
   __device__ __forceinline__ void fetch_weight(const Weight& weight, uint32_t step, uint32_t row,
-                                               uint32_t number, uint32_t at) const {
-    instruction::store_shared_word(unit_place(at), number);
+                                               const uint4& message, uint32_t at) const {
+    instruction::store_shared(unit_place(at), message);
     instruction::arrive_expecting(full(at), Form::kStageBytes);
-    instruction::copy_box(stage(at), weight.codes, 0, step * Form::kSplit, row, full(at));
-    instruction::copy_box(stage(at) + Form::kTiles * kCodeBytes, weight.scales, 0, step * Form::kSplit, row,
+    instruction::copy_box(stage(at), weight.codes, 0, step, row, full(at));
+    instruction::copy_box(stage(at) + Form::kGroups * kCodeBytes, weight.scales, 0, step, row,
                           full(at));
   }
   __device__ __forceinline__ void fetch_x(const uint4* x, uint32_t step, uint32_t at) const {
-    constexpr uint32_t kBytes = Form::kSplit * Form::kXBytes;
-    instruction::copy_bulk(stage(at) + Form::kWeightBytes, x + size_t{step} * (kBytes / 16), kBytes,
-                           full(at));
+    instruction::copy_bulk(stage(at) + Form::kWeightBytes, x + size_t{step} * (Form::kXBytes / 16),
+                           Form::kXBytes, full(at));
   }
   __device__ __forceinline__ void wait_for_stage(const Place& at) const {
     instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
   }
 
-  // One thread.
+  // One thread. A block's first two units are given, so that what the queue answers is known before it is
+  // needed: that takes as long as a stage, and so does the look at a tile.
   __device__ __forceinline__ void fetch() const {
+    uint32_t number = blockIdx.x, next = gridDim.x + blockIdx.x;
+    const uint32_t guess = number / p.first.row_blocks;
+    Tile tile = tile_of(guess < p.most_tiles ? guess : 0);
     const uint32_t tiles = __ldcg(p.tile_count),
                    units = tiles * (p.first.row_blocks + p.second.row_blocks);
+    if (number < units && unit_of(number, tiles).is_second) tile = tile_of(unit_of(number, tiles).tile);
     Place at;
-    uint32_t number = blockIdx.x, next = number < units ? take_unit() : number;
-    uint32_t expert = number < units ? __ldcg(&p.tiles[unit_of(number, tiles).tile].expert) : 0;
     while (number < units) {
-      // Ahead of their use: answers take as long as a stage.
-      const uint32_t after = next < units ? take_unit() : next;
-      const uint32_t next_expert = next < units ? __ldcg(&p.tiles[unit_of(next, tiles).tile].expert) : 0;
-      fetch_unit(number, unit_of(number, tiles), expert, at);
+      const uint32_t after = 2 * gridDim.x + atomicAdd(p.queue, 1u);
+      Tile next_tile{};
+      if (next < units) next_tile = tile_of(unit_of(next, tiles).tile);
+      fetch_unit(unit_of(number, tiles), tile, at);
       number = next;
       next = after;
-      expert = next_expert;
+      tile = next_tile;
     }
     wait_for_stage(at);
-    instruction::store_shared_word(unit_place(at.stage), kNoUnit);
+    instruction::store_shared(unit_place(at.stage), make_uint4(kNoUnit, 0, 0, 0));
     instruction::arrive(full(at.stage));
   }
-  __device__ __forceinline__ uint32_t take_unit() const { return gridDim.x + atomicAdd(p.queue, 1u); }
 
-  __device__ __forceinline__ void fetch_unit(uint32_t number, const Unit& unit, uint32_t expert,
-                                             Place& at) const {
+  __device__ __forceinline__ void fetch_unit(const Unit& unit, const Tile& tile, Place& at) const {
     const Weight& weight = weight_of(unit);
-    const uint32_t row = expert * weight.groups + unit.row_block * Form::kGroups;
-    const uint32_t chunks = Form::padded(weight.chunks), steps = chunks / Form::kSplit;
+    const uint4 message = message_of(unit, tile);
+    const uint32_t row = tile.expert * weight.groups + unit.row_block * Form::kGroups;
+    const uint32_t steps = weight.chunks;
     const uint4* const x = (unit.is_second ? reinterpret_cast<const uint4*>(p.inner) : p.x) +
-                           size_t{unit.tile} * chunks * (Form::kXBytes / 16);
+                           size_t{unit.tile} * steps * (Form::kXBytes / 16);
     uint32_t step = 0;
     if (unit.is_second) {
-      const uint32_t all = p.first.row_blocks * Form::kConsumerWarps;
-      if (!instruction::has_reached(p.complete + unit.tile, all)) {
+      if (!instruction::has_reached(p.complete + unit.tile, p.first.row_blocks)) {
         Place ahead = at;  // weights depend on nobody
         for (; step < steps && step < Form::kStages; ++step, ahead.advance()) {
           wait_for_stage(ahead);
-          fetch_weight(weight, step, row, number, ahead.stage);
+          fetch_weight(weight, step, row, message, ahead.stage);
         }
-        instruction::wait_until_reached(p.complete + unit.tile, all);
+        instruction::wait_until_reached(p.complete + unit.tile, p.first.row_blocks);
       }
       instruction::publish_to_copies();
       for (uint32_t i = 0; i < step; ++i, at.advance()) fetch_x(x, i, at.stage);
     }
     for (; step < steps; ++step, at.advance()) {
       wait_for_stage(at);
-      fetch_weight(weight, step, row, number, at.stage);
+      fetch_weight(weight, step, row, message, at.stage);
       fetch_x(x, step, at.stage);
     }
+  }
+
+  // One thread of another warp tells other blocks what has been written: that waits for the writes.
+  __device__ __forceinline__ void announce() const {
+    for (uint32_t turn = 0;; ++turn) {
+      const uint32_t slot = turn % kSlots;
+      instruction::wait_for_phase(written(slot), turn / kSlots % 2);
+      const uint32_t tile = instruction::load_shared_word(slot_place(slot));
+      if (tile == kNoUnit) return;
+      instruction::publish_to_copies();
+      instruction::add_release(p.complete + tile);
+      instruction::arrive(announced(slot));
+    }
+  }
+  // By every consuming warp, after it has written its part of the `turn`th tile.
+  __device__ __forceinline__ void let_announce(uint32_t turn, uint32_t tile) const {
+    const uint32_t slot = turn % kSlots;
+    __syncwarp();
+    if (lane != 0) return;
+    instruction::wait_for_phase(announced(slot), turn / kSlots % 2 ^ 1);
+    if (warp == 0) instruction::store_shared_word(slot_place(slot), tile);
+    instruction::arrive(written(slot));
   }
 
   // A chunk of a warp's group.
   __device__ __forceinline__ void multiply_warp(SharedPlace own, Sums& sums) const {
     const Fragment tile =
-        load_tile(own + warp * kCodeBytes, own + Form::kTiles * kCodeBytes + warp * kScaleBytes);
-    const SharedPlace x = own + Form::kWeightBytes + warp % Form::kSplit * Form::kXBytes + lane * 16;
+        load_tile(own + warp * kCodeBytes, own + Form::kGroups * kCodeBytes + warp * kScaleBytes);
+    const SharedPlace x = own + Form::kWeightBytes + lane * 16;
     uint32_t scales[4];
     Operand::scales(tile.scales, scales);
     float (&all)[Form::kTokenGroups][4] = reinterpret_cast<float (&)[Form::kTokenGroups][4]>(sums);
@@ -215,32 +251,53 @@ struct Multiplier {
   struct Target {
     Unit unit;
     Tile tile;
-    float2 global_scale;
+    float2 factor;  // of the upper and of the lower half's rows
   };
 
-  __device__ __forceinline__ Target target_of(uint32_t number, uint32_t tiles) const {
-    const Unit unit = unit_of(number, tiles);
-    const uint4 tile = __ldcg(reinterpret_cast<const uint4*>(p.tiles + unit.tile));
-    return {unit, {tile.x, tile.y, tile.z, 0}, __ldg(weight_of(unit).global_scales + tile.x)};
+  __device__ __forceinline__ Target target_of(const uint4& message) const {
+    const Unit unit{message.x >> 31 != 0, message.x & 0x7fffffff, message.y & 0xffff};
+    const Tile tile{message.y >> 16, message.z, message.w, 0};
+    const float2 scale = __ldg(weight_of(unit).global_scales + tile.expert);
+    return {unit, tile, make_float2(scale.x * Operand::kUnit, scale.y * Operand::kUnit)};
   }
 
+  template <class F>
   __device__ __forceinline__ void write(const Target& to, uint32_t group, uint32_t token_group,
-                                        const float4& sums, const Rows& rows) const {
+                                        const float4& sums, const Rows& rows, const F& activation) const {
     const Weight& weight = weight_of(to.unit);
     const uint32_t half = weight.outputs / 2, upper = group * kGroup + lane / 4;
-    const auto bias = [&](uint32_t row) {
-      if (!weight.bias || upper >= half) return 0.0f;
-      return to_float(static_cast<const T*>(weight.bias)[size_t{to.tile.expert} * weight.outputs + row]);
-    };
-    const float upper_bias = bias(upper), lower_bias = bias(upper + half);
-    const float y0 = sums.x * Operand::kUnit * to.global_scale.x + upper_bias,
-                y1 = sums.y * Operand::kUnit * to.global_scale.x + upper_bias,
-                z0 = sums.z * Operand::kUnit * to.global_scale.y + lower_bias,
-                z1 = sums.w * Operand::kUnit * to.global_scale.y + lower_bias;
+    float y0 = sums.x * to.factor.x, y1 = sums.y * to.factor.x, z0 = sums.z * to.factor.y,
+          z1 = sums.w * to.factor.y;
+    if (weight.bias && upper < half) {
+      const T* const bias =
+          static_cast<const T*>(weight.bias) + size_t{to.tile.expert} * weight.outputs + upper;
+      const float upper_bias = to_float(bias[0]), lower_bias = to_float(bias[half]);
+      y0 += upper_bias;
+      y1 += upper_bias;
+      z0 += lower_bias;
+      z1 += lower_bias;
+    }
     // Lanes then have two neighbouring rows of one token.
     const uint32_t token = token_group * kTokenGroup + lane / 4, row = group * kGroup + lane % 4 * 2;
     const bool writes = token < to.tile.count && row < half;
-    if (!to.unit.is_second) return write_inner(to, half, token, row, writes, y0, y1, z0, z1);
+    if (!to.unit.is_second) {
+      const auto place = [&](uint32_t column) {
+        const size_t chunk = size_t{to.unit.tile} * p.second.chunks + column / kChunk;
+        return p.inner + chunk * (Form::kXBytes / 4) + Form::word_of(token, column);
+      };
+      if (p.activation.gated) {
+        const uint32_t pair =
+            instruction::transpose_pairs(pair_of(T(), activation(y0, z0), activation(y1, z1)));
+        if (writes) *place(row) = pair;
+        return;
+      }
+      const uint32_t pair = instruction::transpose_pairs(pair_of(T(), activation(y0), activation(y1)));
+      const uint32_t other = instruction::transpose_pairs(pair_of(T(), activation(z0), activation(z1)));
+      if (!writes) return;
+      *place(row) = pair;
+      *place(row + half) = other;
+      return;
+    }
     const float v = rows.first_weight, w = rows.second_weight;
     const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0 * v, y1 * w));
     const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0 * v, z1 * w));
@@ -250,71 +307,54 @@ struct Multiplier {
     *reinterpret_cast<uint32_t*>(out + half) = other;
   }
 
-  __device__ __forceinline__ void write_inner(const Target& to, uint32_t half, uint32_t token, uint32_t row,
-                                              bool writes, float y0, float y1, float z0, float z1) const {
-    const auto place = [&](uint32_t column) {
-      const size_t chunk = size_t{to.unit.tile} * Form::padded(p.second.chunks) + column / kChunk;
-      return p.inner + chunk * (Form::kXBytes / 4) + Form::word_of(token, column);
-    };
-    const Activation& f = p.activation;
-    if (f.gated) {
-      const uint32_t pair = instruction::transpose_pairs(pair_of(T(), f(y0, z0), f(y1, z1)));
-      if (writes) *place(row) = pair;
-      return;
-    }
-    const uint32_t pair = instruction::transpose_pairs(pair_of(T(), f(y0), f(y1)));
-    const uint32_t other = instruction::transpose_pairs(pair_of(T(), f(z0), f(z1)));
-    if (!writes) return;
-    *place(row) = pair;
-    *place(row + half) = other;
-  }
-
   static __device__ __forceinline__ float4 float4_of(const float (&sums)[Form::kSums], uint32_t i) {
     return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
   }
 
-  // Few tokens: where sums go is known before they are. With many that takes too many registers.
+  // Of 8 tokens each; with few tokens, where sums go is known before they are.
+  static constexpr uint32_t kMostAtOnce = Form::kBlocks == 1 ? 4 : 2;
+  static constexpr uint32_t kBatch =
+      Form::kTokenGroups < kMostAtOnce ? Form::kTokenGroups : kMostAtOnce;
+  static constexpr uint32_t kBatches = Form::kTokenGroups / kBatch;
   static constexpr bool kKeepsRows = Form::kTokenGroups <= 2;
-
-  template <class RowsOf>
-  __device__ __forceinline__ void finish(const Target& to, const Sums& sums, RowsOf&& rows) const {
-    const uint32_t first_group = to.unit.row_block * Form::kGroups + (Form::kWarpgroup
-        ? warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps : warp);
+  using SomeRows = Rows[kBatch];
+  __device__ __forceinline__ void find_rows(const Target& to, uint32_t batch, SomeRows& rows) const {
+    if (!to.unit.is_second) return;
 #pragma unroll
-    for (uint32_t s = 0; s < Form::kStrips; ++s) {
-#pragma unroll
-      for (uint32_t i = 0; i < Form::kTokenGroups; ++i)
-        write(to, first_group + s * kWarps, i, float4_of(sums[s], i), rows(i));
-    }
+    for (uint32_t i = 0; i < kBatch; ++i) rows[i] = rows_of(to.tile, batch * kBatch + i);
   }
 
-  // Adds up what the warps that share a group have, in the order of their columns.
-  template <class RowsOf>
-  __device__ __forceinline__ void finish_split(const Target& to, uint32_t turn, const Sums& sums,
-                                               RowsOf&& rows) const {
-    const SharedPlace own = parts() + turn % 2 * Form::kPartBytes + lane * 16;
-    constexpr uint32_t kSlot = kLanes * 16;
+  __device__ __forceinline__ void finish(const Target& to, const Sums& sums, const SomeRows& first) const {
+    // One decision for all sums: most models have this one.
+    if (p.activation.is_plain()) return finish_as(to, sums, first, SiluMul());
+    finish_as(to, sums, first, p.activation);
+  }
+  template <class F>
+  __device__ __forceinline__ void finish_as(const Target& to, const Sums& sums, const SomeRows& first,
+                                            const F& activation) const {
+    const uint32_t own = Form::kWarpgroup
+                             ? warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps
+                             : warp;
+    SomeRows rows[2];
+    if constexpr (kKeepsRows) {
 #pragma unroll
-    for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
-      const float4 part = float4_of(sums[0], i);
-      instruction::store_shared(own + (warp * Form::kTokenGroups + i) * kSlot,
-                                make_uint4(__float_as_uint(part.x), __float_as_uint(part.y),
-                                           __float_as_uint(part.z), __float_as_uint(part.w)));
+      for (uint32_t i = 0; i < kBatch; ++i) rows[0][i] = first[i];
+    } else {
+      find_rows(to, 0, rows[0]);
     }
-    __syncwarp();
-    if (lane == 0) instruction::arrive(parts_here());
-    instruction::wait_for_phase(parts_here(), turn % 2);
-    if (warp >= Form::kGroups) return;
 #pragma unroll
-    for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (uint32_t batch = 0; batch < kBatches; ++batch) {
+      if (batch * kBatch * kTokenGroup >= to.tile.count) break;
+      // The next ones are looked up before anything is written: the compiler keeps that order.
+      if (batch + 1 < kBatches) find_rows(to, batch + 1, rows[(batch + 1) % 2]);
 #pragma unroll
-      for (uint32_t other = 0; other < Form::kSplit; ++other) {
-        const uint32_t slot = (warp * Form::kSplit + other) * Form::kTokenGroups + i;
-        const float4 more = instruction::load_shared_floats(own + slot * kSlot);
-        sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+      for (uint32_t s = 0; s < Form::kStrips; ++s) {
+#pragma unroll
+        for (uint32_t i = 0; i < kBatch; ++i) {
+          write(to, to.unit.row_block * Form::kGroups + own + s * kWarps, batch * kBatch + i,
+                float4_of(sums[s], batch * kBatch + i), rows[batch % 2][i], activation);
+        }
       }
-      write(to, to.unit.row_block * Form::kGroups + warp, i, sum, rows(i));
     }
   }
 
@@ -324,7 +364,7 @@ struct Multiplier {
     if constexpr (Form::kWarpgroup) {
       const uint32_t group = warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps;
       warpgroup::multiply_chunk<Operand, Form::kTokens, Form::kStrips>(
-          own + group * kCodeBytes, own + Form::kTiles * kCodeBytes + group * kScaleBytes,
+          own + group * kCodeBytes, own + Form::kGroups * kCodeBytes + group * kScaleBytes,
           own + Form::kWeightBytes, a, sums, after_previous);
     } else {
       multiply_warp(own, sums);
@@ -336,33 +376,23 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void consume() const {
-    const uint32_t tiles = __ldcg(p.tile_count);
     Operands a = {};
     Place at;
-    for (uint32_t turn = 0;; ++turn) {
+    for (uint32_t turn = 0;;) {
       instruction::wait_for_phase(full(at.stage), at.parity());
-      const uint32_t number = __shfl_sync(~0u, instruction::load_shared_word(unit_place(at.stage)), 0);
-      if (number == kNoUnit) return;
-      Target to = {};
-      Rows kept[kKeepsRows ? Form::kTokenGroups : 1] = {};
-      if constexpr (kKeepsRows) {
-        to = target_of(number, tiles);
-        if (to.unit.is_second) {
-#pragma unroll
-          for (uint32_t i = 0; i < Form::kTokenGroups; ++i) kept[i] = rows_of(to.tile, i);
-        }
-      }
-      const uint32_t chunks = weight_of(unit_of(number, tiles)).chunks;
+      const uint4 message = instruction::load_shared(unit_place(at.stage));
+      if (message.x == kNoUnit) return let_announce(turn, kNoUnit);
+      Target to = target_of(message);
+      SomeRows rows = {};
+      if constexpr (kKeepsRows) find_rows(to, 0, rows);
       Sums sums = {};
-      const uint32_t steps = quotient_up(chunks, Form::kSplit);
+      const uint32_t steps = weight_of(to.unit).chunks;
       uint32_t previous = Form::kStages;  // in use until the next chunk's first products have begun
       for (uint32_t step = 0; step < steps; ++step) {
         if (step != 0) instruction::wait_for_phase(full(at.stage), at.parity());
-        if (Form::kSplit == 1 || step * Form::kSplit + warp % Form::kSplit < chunks) {
-          multiply(__shfl_sync(~0u, stage(at.stage), 0), a, sums, [&] {
-            if (previous != Form::kStages) free_stage(previous);
-          });
-        }
+        multiply(__shfl_sync(~0u, stage(at.stage), 0), a, sums, [&] {
+          if (previous != Form::kStages) free_stage(previous);
+        });
         previous = at.stage;
         if constexpr (!Form::kWarpgroup) {
           __syncwarp();
@@ -374,21 +404,8 @@ struct Multiplier {
         instruction::wait_for_products<0>();
         free_stage(previous);
       }
-      if constexpr (!kKeepsRows) to = target_of(number, tiles);
-      const auto rows = [&](uint32_t i) {
-        if constexpr (kKeepsRows) return kept[i];
-        return to.unit.is_second ? rows_of(to.tile, i) : Rows{};
-      };
-      if constexpr (Form::kSplit > 1) {
-        finish_split(to, turn, sums, rows);
-      } else {
-        finish(to, sums, rows);
-      }
-      if (!to.unit.is_second) {
-        instruction::publish_to_copies();
-        __syncwarp();
-        if (lane == 0) instruction::add_release(p.complete + to.unit.tile);
-      }
+      finish(to, sums, rows);
+      if (!to.unit.is_second) let_announce(turn++, to.unit.tile);
     }
   }
 
@@ -398,7 +415,8 @@ struct Multiplier {
     instruction::wait_for_previous_kernel();
     if (warp >= Form::kConsumerWarps) {
       if constexpr (Form::kMovesRegisters) instruction::give_registers<56>();
-      if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
+      if (lane == 0 && warp == Form::kConsumerWarps) fetch();
+      if (lane == 0 && warp == Form::kConsumerWarps + 1) announce();
       __syncwarp();
     } else {
       if constexpr (Form::kMovesRegisters) instruction::take_registers<224>();

@@ -28,8 +28,8 @@ struct Routing {
 struct Ordering {
   const uint4* x;  // [tokens, columns]
   uint4 *to, *inner;
-  uint32_t topk, columns, chunks, padded_chunks;
-  uint32_t inner_columns, inner_chunks, inner_padded_chunks;
+  uint32_t topk, columns, chunks;
+  uint32_t inner_columns, inner_chunks;
 };
 
 // Exclusive sums over the threads of pairs and tiles: low and high word.
@@ -182,8 +182,8 @@ __device__ __forceinline__ void order_x(const Ordering& o, uint32_t tiles, const
       }
     }
     uint4* const to = chunk < o.chunks
-                          ? o.to + (size_t{tile} * o.padded_chunks + chunk) * (Form::kXBytes / 16)
-                          : o.inner + (size_t{tile} * o.inner_padded_chunks + o.inner_chunks - 1) *
+                          ? o.to + (size_t{tile} * o.chunks + chunk) * (Form::kXBytes / 16)
+                          : o.inner + (size_t{tile} * o.inner_chunks + o.inner_chunks - 1) *
                                           (Form::kXBytes / 16);
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
