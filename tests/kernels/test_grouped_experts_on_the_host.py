@@ -28,14 +28,14 @@ from tests.support.kernels.kernel_cases import (
 
 EMULATOR = Path(__file__).parent / "emulator"
 FUNCTIONS = ("silu", "gelu_tanh", "relu2")
-# Tokens of a tile, thread blocks, tokens, experts a token, experts, hidden, intermediate. Rows and columns that
-# fill no unit and no chunk, several tiles of an expert, more chunks than stages.
+# Tokens of a tile, thread blocks, tokens, experts a token, experts, hidden, intermediate. Rows and
+# columns that fill no unit and no chunk, several tiles of an expert, more chunks than stages.
 CASES = [
     (8, 3, 3, 2, 4, 176, 48),
-    (8, 2, 20, 2, 2, 1296, 144),
+    (8, 2, 12, 1, 2, 1296, 80),
     (8, 3, 12, 3, 4, 272, 160),
-    (16, 2, 40, 2, 3, 272, 80),
-    (32, 2, 40, 2, 2, 272, 160),
+    (16, 2, 36, 1, 2, 272, 80),
+    (32, 2, 40, 1, 2, 272, 80),
     (64, 2, 70, 1, 2, 144, 144),
     (128, 2, 131, 1, 2, 400, 144),
 ]
@@ -148,11 +148,12 @@ def test_each_pair_gets_its_experts_output(library: ctypes.CDLL, case: tuple[int
     assert_close(layer.products(library), layer.exact())
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("function", "gated"), [("silu", True), ("gelu_tanh", True), ("relu2", False)]
+)
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_activations_and_biases(
-    library: ctypes.CDLL, case: tuple[int, ...], gated: bool, function: str
+    library: ctypes.CDLL, case: tuple[int, ...], function: str, gated: bool
 ) -> None:
     layer = Layer(case, function, gated, biased=True)
     assert_close(layer.products(library), layer.exact())
