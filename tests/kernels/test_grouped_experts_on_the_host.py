@@ -79,10 +79,10 @@ class Layer:
             torch.randn(self.experts, count, generator=generator).bfloat16() if biased else None
             for count in (rows, self.hidden)
         ]
-        self.prepared = [
-            prepare_experts(*map(torch.stack, zip(*weights, strict=True)), factors, native=False)
-            for weights, factors in zip(self.weights, self.factors, strict=True)
-        ]
+        self.prepared = []
+        for weights, factors in zip(self.weights, self.factors, strict=True):
+            codes, scales = (torch.stack(parts) for parts in zip(*weights, strict=True))
+            self.prepared.append(prepare_experts(codes, scales, factors, native=False))
         self.x = activations(tokens, self.hidden, torch.bfloat16) / 64
         self.ids = torch.stack(
             [

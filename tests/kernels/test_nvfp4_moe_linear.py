@@ -142,12 +142,11 @@ def test_the_specification_and_every_form_give_the_sum(
     device: str, activation: tuple[Any, ...], biased: bool
 ) -> None:
     layer = Layer(SMALL, activation[1], device)
-    biases: Biases = (None, None)
-    if biased:
-        biases = tuple(
-            torch.randn(SMALL[0], each.rows, device=device).bfloat16()
-            for each in (layer.w13, layer.w2)
-        )
+
+    def bias(rows: int) -> Tensor | None:
+        return torch.randn(SMALL[0], rows, device=device).bfloat16() if biased else None
+
+    biases: Biases = (bias(layer.w13.rows), bias(layer.w2.rows))
     given = routed("others", 20, SMALL, device)
     exact = layer.exact(given, activation, biases)
     for form in (0,) if device == "cpu" else FORMS:

@@ -179,7 +179,7 @@ class _GpuExperts(Experts):
             and (
                 found.function not in FUNCTIONS
                 or current_platform.get_device_capability() != (9, 0)
-                or layer.global_num_experts > MAX_EXPERTS
+                or len(layer.w13_weight) > MAX_EXPERTS
             )
         ):
             raise ValueError(

@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kRouteThreads)
 }
 
 template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks) multiply(const __grid_constant__ Problem problem) {
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
+    multiply(const __grid_constant__ Problem problem) {
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
   Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(kSumThreads)
            uint32_t topk, uint32_t pieces) {
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();
-  const uint32_t at = blockIdx.x * kSumThreads + threadIdx.x, token = at / pieces, piece = at - token * pieces;
+  const uint32_t at = blockIdx.x * kSumThreads + threadIdx.x, token = at / pieces,
+                 piece = at - token * pieces;
   if (token >= tokens) return;
   float sums[8] = {};
   for (uint32_t i = 0; i < topk; ++i) {
@@ -140,8 +142,8 @@ void multiply_with(Run& run) {
     Launch(order_blocks * 2, 1, kRouteThreads, 0, run.stream)(order_many<Form>, r, o);
   }
   const uint32_t most_units = r.most_tiles * (p.first.row_blocks + p.second.row_blocks);
-  Launch(std::min(run.device.multiprocessors * Form::kBlocks, most_units), 1, Form::kThreads, Form::kSharedBytes,
-         run.stream)(multiply<T, Operand, Form>, p);
+  const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
+  Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply<T, Operand, Form>, p);
   const uint32_t pieces = p.second.outputs / 8;
   Launch(quotient_up(run.tokens * pieces, kSumThreads), 1, kSumThreads, 0, run.stream)(
       add_up<T>, r, static_cast<const uint4*>(p.products), static_cast<uint4*>(run.out.mutable_data_ptr()),
@@ -196,6 +198,9 @@ Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const T
   const Tensor out = torch::stable::new_empty(x, {tokens, w2_rows}, x.scalar_type());
   if (ids.numel() == 0) return torch::stable::zero_(const_cast<Tensor&>(out));
   const Device device = decode::device_of(x.get_device_index());
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index));
+  require(major == 9, "nvfp4_moe_linear is for SM90, found a GPU of compute capability ", major);
   Run run{.x = x,
           .out = out,
           .first_codes = w13_codes.const_data_ptr(),

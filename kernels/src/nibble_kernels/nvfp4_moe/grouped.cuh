@@ -13,8 +13,7 @@
 #include "nibble/mma_operand.cuh"
 #include "nibble/warpgroup_instructions.cuh"
 #include "nvfp4_linear/warpgroup_product.cuh"
-#include "nvfp4_moe/activation.cuh"
-#include "nvfp4_moe/grouped_form.h"
+#include "nvfp4_moe/grouped_problem.cuh"
 
 namespace nibble::experts {
 
@@ -27,28 +26,6 @@ using warpgroup::pair_of;
 using warpgroup::to_float;
 using warpgroup::word;
 
-// One weight of every expert: weight.py.
-struct Weight {
-  CUtensorMap codes, scales;   // words of [experts · groups, chunks, 256] and of [experts · groups, chunks, 32]
-  const float2* global_scales;  // of the upper and of the lower half of an expert's rows
-  const void* bias;             // [experts, outputs], or null
-  uint32_t outputs, chunks, groups, row_blocks;
-};
-
-struct Problem {
-  Weight first, second;
-  const uint4* x;   // [tiles, padded chunks, a tile's chunk]: Form::word_of
-  uint32_t* inner;  // the intermediate, likewise
-  void* products;   // [pairs, outputs of w2], times the router's weights
-  const Tile* tiles;
-  const uint32_t* tile_count;
-  const uint32_t* pairs;       // in the order of tiles
-  const float* weights;        // in the order of tiles
-  uint32_t *queue, *complete;  // units taken; row blocks of a tile's intermediate that are there, [tiles]
-  uint32_t most_tiles;
-  Activation activation;
-};
-
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
 
 constexpr uint32_t kNoUnit = ~0u;
@@ -59,7 +36,7 @@ struct Multiplier {
   using Operands = warpgroup::Operands;
 
   const Problem& p;
-  const SharedPlace shared;  // [stages]: codes [tiles], scales [tiles], x; parts, barriers, units
+  const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x; then units, barriers, slots
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 
   __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
@@ -119,8 +96,8 @@ struct Multiplier {
   }
   // A unit and its tile, as the fetching thread tells the others.
   static __device__ __forceinline__ uint4 message_of(const Unit& unit, const Tile& tile) {
-    return make_uint4(unit.tile | uint32_t{unit.is_second} << 31, unit.row_block | tile.expert << 16, tile.first,
-                      tile.count);
+    return make_uint4(unit.tile | uint32_t{unit.is_second} << 31, unit.row_block | tile.expert << 16,
+                      tile.first, tile.count);
   }
 
   __device__ __forceinline__ void fetch_weight(const Weight& weight, uint32_t step, uint32_t row,
@@ -243,7 +220,9 @@ struct Multiplier {
     float first_weight, second_weight;  // of the tokens whose sums it has
   };
   __device__ __forceinline__ Rows rows_of(const Tile& tile, uint32_t group) const {
-    const auto place = [&](uint32_t token) { return tile.first + min(group * kTokenGroup + token, tile.count - 1); };
+    const auto place = [&](uint32_t token) {
+      return tile.first + min(group * kTokenGroup + token, tile.count - 1);
+    };
     return {__ldcg(p.pairs + place(lane / 4)), __ldcg(p.weights + place(lane % 4 * 2)),
             __ldcg(p.weights + place(lane % 4 * 2 + 1))};
   }

@@ -1,5 +1,4 @@
-// Before and after grouped.cuh: pairs of a token and an expert in tiles, x in the order of their products, and
-// the sums of a token's experts.
+// Before grouped.cuh: pairs of a token and an expert in tiles, and x in the order of their products.
 #pragma once
 
 #include "nibble/tensor_core.cuh"
@@ -32,7 +31,7 @@ struct Ordering {
   uint32_t inner_columns, inner_chunks;
 };
 
-// Exclusive sums over the threads of pairs and tiles: low and high word.
+// Exclusive sums over the threads, which have an expert each.
 struct Offsets {
   uint32_t pairs, tiles;
 };
@@ -64,7 +63,8 @@ __device__ __forceinline__ Offsets offsets_of(uint32_t pairs, uint32_t tiles, ui
 }
 
 template <class TileOf>
-__device__ __forceinline__ void write_tiles(uint32_t tokens, uint32_t count, const Offsets& at, TileOf&& write) {
+__device__ __forceinline__ void write_tiles(uint32_t tokens, uint32_t count, const Offsets& at,
+                                            TileOf&& write) {
   for (uint32_t i = 0; i * tokens < count; ++i)
     write(at.tiles + i, Tile{threadIdx.x, at.pairs + i * tokens, min(tokens, count - i * tokens), 0});
 }
@@ -107,7 +107,8 @@ __device__ __forceinline__ uint32_t route_few(const Routing& r, uint32_t tokens,
   uint32_t all_tiles;
   const Offsets at = offsets_of(count, quotient_up(count, tokens), table.of_warps, all_tiles);
   if (threadIdx.x < r.experts) {
-    for (uint32_t i = 0; i < warps; ++i) counts[i * r.experts + threadIdx.x] += static_cast<uint16_t>(at.pairs);
+    for (uint32_t i = 0; i < warps; ++i)
+      counts[i * r.experts + threadIdx.x] += static_cast<uint16_t>(at.pairs);
     write_tiles(tokens, count, at, [&](uint32_t i, const Tile& tile) {
       table.tiles[i] = tile;
       if (blockIdx.x == 0) r.tiles[i] = tile;
@@ -159,8 +160,8 @@ __device__ __forceinline__ void route_many(const Routing& r, uint32_t tokens, ui
   if (threadIdx.x == 0) *r.tile_count = all_tiles;
 }
 
-// x in the order of Form::word_of. A warp has 8 tokens of a chunk; zeros past a tile's last token and past the
-// last column, and in the intermediate's last chunk, which its columns may not fill.
+// x in the order of Form::word_of. A warp has 8 tokens of a chunk; zeros past a tile's last token and past
+// the last column, and in the intermediate's last chunk, which its columns may not fill.
 template <class Form, class Order>
 __device__ __forceinline__ void order_x(const Ordering& o, uint32_t tiles, const Tile* of_tile, Order order) {
   const uint32_t lane = threadIdx.x % kLanes, warps = gridDim.x * (blockDim.x / kLanes);
