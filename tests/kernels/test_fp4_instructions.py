@@ -313,6 +313,31 @@ def test_the_sparse_kernel_is_compiled_to_what_it_counts_on(
         assert unpacked == (16 if half and arch != "90a" else 0), name
 
 
+@pytest.mark.parametrize(
+    "arch", ["90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("100f", "120f"))]
+)
+def test_the_kernel_of_experts_is_compiled_for_sm90_alone(arch: str, compile_for: Compiler) -> None:
+    """In every form the products of a chunk, whose sums stay in registers."""
+    _, cubin = compile_for(arch, "nvfp4_moe/grouped.cu")
+    seen = set[int]()
+    for name, body in sass_functions(cubin):
+        form = re.search(r"OperandE.*FormILb(\d)ELj(\d+)ELj\d+ELj(\d)E", name)
+        if not form:
+            continue
+        is_warpgroup, tokens, strips = (int(part) for part in form.groups())
+        seen.add(tokens)
+        pattern = r"\bHGMMA\.64x" if is_warpgroup else r"\bHMMA\.16816\.F32"
+        products = [found.start() for found in re.finditer(pattern, body)]
+        expected = 8 * strips if is_warpgroup else tokens
+        assert len(products) == (expected if arch == "90a" else 0), name
+        if not products:
+            continue
+        assert not re.search(r"\b(LDL|STL)\b", body[products[0] : products[-1]]), name
+        for instruction in ("UTMALDG", "UBLKCP", "ACQBULK", "PREEXIT"):
+            assert instruction in body, (name, instruction)
+    assert seen == {8, 16, 32, 64, 128}
+
+
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
     """ptxas 13.0 refuses the instruction for sm_120 without f or a; the sources compile for it all
     the same.

@@ -157,7 +157,7 @@ def test_all_experts_are_dequantized_at_once(device: str) -> None:
 
 
 def test_the_operators_are_registered_soundly(device: str) -> None:
-    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+    from nibble_kernels.nvfp4_moe.gpu import SILU, prepare_experts
 
     codes, scales = experts_of()
     experts = prepare_experts(
@@ -169,5 +169,5 @@ def test_the_operators_are_registered_soundly(device: str) -> None:
     inner = prepared(device, experts_of(96, 32), GLOBAL_SCALES)
     outer = prepared(device, experts_of(32, 48), GLOBAL_SCALES)
     x = activations(4, 32, torch.bfloat16).to(device)
-    layer = (x, torch.rand(4, 2, device=device), ids, *inner[:4], *outer[:4], False)
+    layer = (x, torch.rand(4, 2, device=device), ids, *inner[:4], *outer[:4], False, *SILU)
     torch.library.opcheck(torch.ops.nibble.nvfp4_weight_moe.default, layer)

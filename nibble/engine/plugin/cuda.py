@@ -10,7 +10,14 @@ import torch
 from nibble_kernels.library import load
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, wants_native
-from nibble_kernels.nvfp4_moe.gpu import PreparedExperts, nvfp4_weight_moe, prepare_experts
+from nibble_kernels.nvfp4_moe import Activation, activation_of
+from nibble_kernels.nvfp4_moe.gpu import (
+    FUNCTIONS,
+    MAX_EXPERTS,
+    PreparedExperts,
+    nvfp4_weight_moe,
+    prepare_experts,
+)
 from nibble_kernels.nvfp4_sparse import SparseWeight, nvfp4_sparse_weight_linear
 from torch import Tensor
 from torch.nn import Parameter
@@ -130,14 +137,7 @@ class _GpuExperts(Experts):
         flag = "" if backend == "auto" else f"--moe-backend {backend}"
         require_ours("experts", self.use_a16, flag)
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
-        limits = [
-            name for name in ("limit", "alpha", "beta") if swiglu(layer, self.moe, name) is not None
-        ]
-        if layer.activation.value != "silu" or limits or layer.apply_router_weight_on_input:
-            raise ValueError(
-                f"experts with {layer.activation.value} are not supported {self.where}; expected"
-                " silu, without limits and with the router's weights on the output"
-            )
+        self.activation = self._activation(layer)
         if dtype != torch.bfloat16:
             raise ValueError(
                 f"experts in {dtype} are not supported {self.where}; expected bfloat16"
@@ -145,8 +145,12 @@ class _GpuExperts(Experts):
         native = wants_native(dtype, layer.w13_weight.device)
         self.rows: dict[str, int] = {}
         for name, scales in zip(("w13", "w2"), global_scales, strict=True):
-            codes, blocks = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
-            experts = prepare_experts(codes.data, blocks.data, scales.data, native)
+            codes, blocks = (
+                getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale")
+            )
+            if name == "w13" and self.activation.interleaved:
+                codes, blocks = _halves(codes), _halves(blocks)
+            experts = prepare_experts(codes, blocks, scales.data, native)
             parts = {
                 "weight": experts.codes,
                 "weight_scale": experts.scales,
@@ -175,13 +179,45 @@ class _GpuExperts(Experts):
             local_ids(layer, topk_ids),
             self._experts(layer, "w13"),
             self._experts(layer, "w2"),
+            **self.formula,
         )
+
+    def _activation(self, layer: Any) -> Activation:
+        """Raises ValueError for one that no kernel here computes."""
+        limits = [swiglu(layer, self.moe, name) for name in ("limit", "alpha", "beta")]
+        found = activation_of(layer.activation.value, *limits)
+        is_plain = found == activation_of("silu", None, None, None)
+        if layer.apply_router_weight_on_input or (
+            not is_plain
+            and (
+                found.function not in FUNCTIONS
+                or current_platform.get_device_capability() != (9, 0)
+                or len(layer.w13_weight) > MAX_EXPERTS
+            )
+        ):
+            raise ValueError(
+                f"experts with {layer.activation.value} are not supported {self.where}; expected"
+                f" silu, or on SM90 also {' or '.join(FUNCTIONS[1:])} or limits, with the router's"
+                " weights on the output"
+            )
+        return found
+
+    @property
+    def formula(self) -> dict[str, Any]:
+        values = self.activation._asdict()
+        del values["interleaved"]  # not in the prepared weight
+        return values
 
     def _experts(self, layer: Any, name: str) -> PreparedExperts:
         codes, scales, factors = (
             getattr(layer, f"{name}_{part}") for part in ("weight", "weight_scale", "global_scale")
         )
         return PreparedExperts(codes, scales, factors, self.rows[name], self.native)
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """Gate's rows and then up's, of experts [E, 2I, ...] that have them in turns."""
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 
 
 @reported_as(GPU_EXPERTS[0])

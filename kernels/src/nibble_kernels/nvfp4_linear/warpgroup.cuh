@@ -10,8 +10,8 @@
 
 #include "nibble/mma_operand.cuh"
 #include "nibble/warpgroup_instructions.cuh"
-#include "nvfp4_linear/output.cuh"
 #include "nvfp4_linear/warpgroup_form.h"
+#include "nvfp4_linear/warpgroup_product.cuh"
 
 namespace nibble::warpgroup {
 
@@ -152,58 +152,14 @@ struct Multiplier {
     }
   }
 
-  // Decodes a piece of a tile: two products' a, with the upper half's row and the lower half's.
-  static __device__ __forceinline__ void decode_piece(uint32_t upper, uint32_t lower, uint32_t upper_scale,
-                                                      uint32_t lower_scale, uint32_t (&a)[2][4]) {
-    uint32_t u[4], l[4];
-    Operand::decode(upper, u);
-    Operand::decode(lower, l);
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-      a[i][0] = Operand::multiply(u[2 * i], upper_scale);
-      a[i][1] = Operand::multiply(l[2 * i], lower_scale);
-      a[i][2] = Operand::multiply(u[2 * i + 1], upper_scale);
-      a[i][3] = Operand::multiply(l[2 * i + 1], lower_scale);
-    }
-  }
-
-  // A chunk of this warpgroup's strips. Registers of a are written again when the products before the latest
-  // have read them.
-  using Operands = uint32_t[2][2][4];
+  // A chunk of this warpgroup's strips.
   template <class F>
   __device__ __forceinline__ void multiply(SharedPlace own, Operands& a, Sums (&sums)[Form::kStrips],
                                            F&& after_previous) const {
-    const uint32_t first_group = warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps;
-    Fragment tiles[Form::kStrips];
-    uint32_t scales[Form::kStrips][4];
-#pragma unroll
-    for (uint32_t s = 0; s < Form::kStrips; ++s) {
-      const uint32_t group = first_group + s * kWarps;
-      tiles[s] = load_tile(own + group * kCodeBytes, own + Form::kGroups * kCodeBytes + group * kScaleBytes);
-      Operand::scales(tiles[s].scales, scales[s]);
-    }
-    const uint64_t x =
-        instruction::operand_in_shared(own + Form::kWeightBytes, Form::kTokens * 16, kTokenGroup * 16);
-#pragma unroll
-    for (uint32_t piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-      for (uint32_t s = 0; s < Form::kStrips; ++s) {
-        const uint32_t i = piece * Form::kStrips + s;
-        uint32_t (&now)[2][4] = a[i % 2];
-        instruction::wait_for_products<1>();
-        if (i == 1) after_previous();
-        decode_piece(word(tiles[s].upper, piece), word(tiles[s].lower, piece), scales[s][piece / 2],
-                     scales[s][2 + piece / 2], now);
-        instruction::begin_products();
-#pragma unroll
-        for (uint32_t step = 0; step < 2; ++step) {
-          instruction::multiply_warpgroup<std::is_same_v<typename Operand::Element, __nv_bfloat16>,
-                                          Form::kTokens>(sums[s], now[step],
-                                                         x + (2 * piece + step) * (2 * Form::kTokens));
-        }
-        instruction::end_products();
-      }
-    }
+    const uint32_t group = warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps;
+    multiply_chunk<Operand, Form::kTokens, Form::kStrips>(
+        own + group * kCodeBytes, own + Form::kGroups * kCodeBytes + group * kScaleBytes,
+        own + Form::kWeightBytes, a, sums, after_previous);
   }
 
   // Slot of 32 lanes' float4: sums of a strip, of 8 tokens, of a warp.

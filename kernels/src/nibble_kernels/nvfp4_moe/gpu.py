@@ -4,6 +4,8 @@ on NVIDIA GPUs.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
 from nibble_kernels.nvfp4_linear.reference import matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, stored_weight
+from nibble_kernels.nvfp4_moe.reference import activate
 
 __all__ = [
     "MAX_DECODE_TOKENS",
@@ -20,6 +23,7 @@ __all__ = [
     "MAX_TOKENS",
     "PreparedExperts",
     "nvfp4_moe_decode_linear",
+    "nvfp4_moe_linear",
     "nvfp4_weight_moe",
     "prepare_experts",
 ]
@@ -28,6 +32,10 @@ MAX_PAIRS, MAX_TOKENS = 64, 16
 # Above this number torch multiplies dequantized copies of all experts. Derived from an estimate and
 # not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_TOKENS = 128
+# On SM90: above it the kernel that takes any number of tokens is faster. Measured on an H200:
+# docs/kernels/nvfp4_linear.md.
+MAX_DECODE_PAIRS_SM90 = 8
+MAX_EXPERTS = 1024  # of nvfp4_moe_linear on a GPU
 
 
 class PreparedExperts(NamedTuple):
@@ -113,6 +121,114 @@ def nvfp4_moe_decode_linear(
     return _decode(x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul)
 
 
+# Of activation.cuh.
+FUNCTIONS = ("silu", "gelu_tanh", "relu2")
+SILU = (0, True, math.inf, 1.0, 0.0)  # silu · mul, the only one of the other kernels
+
+
+def _grouped_reference(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_codes: Tensor,
+    w13_scales: Tensor,
+    w13_global_scales: Tensor,
+    w13_bias: Tensor | None,
+    w13_rows: int,
+    w2_codes: Tensor,
+    w2_scales: Tensor,
+    w2_global_scales: Tensor,
+    w2_bias: Tensor | None,
+    w2_rows: int,
+    function: int,
+    gated: bool,
+    limit: float,
+    alpha: float,
+    beta: float,
+    form: int,
+) -> Tensor:
+    """The specification: the intermediate, each product and the sum are rounded once."""
+    ids, topk = topk_ids.reshape(-1), topk_ids.shape[1]
+    w13 = (w13_codes, w13_scales, w13_global_scales, w13_bias, w13_rows)
+    w2 = (w2_codes, w2_scales, w2_global_scales, w2_bias, w2_rows)
+    y = torch.zeros(len(ids), w2_rows, device=x.device)
+    for expert in ids[(ids >= 0) & (ids < len(w13_codes))].unique().tolist():
+        pairs = (ids == expert).nonzero()[:, 0]
+        h = _expert_product(x[pairs // topk], expert, *w13)
+        h = activate(h, FUNCTIONS[function], gated, False, limit, alpha, beta).to(x.dtype)
+        y[pairs] = _expert_product(h, expert, *w2) * topk_weights.reshape(-1)[pairs, None]
+    return y.to(x.dtype).float().unflatten(0, (-1, topk)).sum(1).to(x.dtype)
+
+
+def _expert_product(
+    x: Tensor,
+    expert: int,
+    codes: Tensor,
+    scales: Tensor,
+    factors: Tensor,
+    bias: Tensor | None,
+    rows: int,
+) -> Tensor:
+    prepared = PreparedWeight(codes[expert], scales[expert], rows, native=False)
+    sums = matmul(x.float(), *stored_weight(prepared, x.shape[-1]))
+    sums = sums * factors[expert].repeat_interleave(rows // 2)
+    return sums if bias is None else sums + bias[expert].float()
+
+
+_moe_linear = operator(
+    "nvfp4_moe_linear(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor"
+    " w13_scales, Tensor w13_global_scales, Tensor? w13_bias, int w13_rows, Tensor w2_codes, Tensor"
+    " w2_scales, Tensor w2_global_scales, Tensor? w2_bias, int w2_rows, int function, bool gated,"
+    " float limit, float alpha, float beta, int form) -> Tensor",
+    _grouped_reference,
+    lambda x, *rest: torch.empty_like(x),
+)
+
+
+def nvfp4_moe_linear(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: PreparedExperts,
+    w2: PreparedExperts,
+    *,
+    function: str = "silu",
+    gated: bool = True,
+    limit: float = math.inf,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    form: int = 0,
+) -> Tensor:
+    """The sum of the experts' outputs times topk_weights [T, k], [T, H], for x bfloat16 [T, H] and
+    any number of tokens. Compiled for SM90 alone.
+
+    topk_ids: int32 [T, k], different ones for a token; a negative or too large id is an expert of
+    another process and adds nothing. The activation is reference.activate's with gate's rows first.
+    Biases: bfloat16 [E, rows]. A token's bits depend on the number of tokens through its form
+    alone. form: tokens of a tile (8, 16, 32, 64 or
+    128), for tests and measurements.
+    """
+    return _moe_linear(
+        x,
+        topk_weights,
+        topk_ids,
+        *w13[:3],
+        w13_bias,
+        w13.rows,
+        *w2[:3],
+        w2_bias,
+        w2.rows,
+        FUNCTIONS.index(function),
+        gated,
+        limit,
+        alpha,
+        beta,
+        form,
+    )
+
+
 def _weight_moe(
     x: Tensor,
     topk_weights: Tensor,
@@ -126,10 +242,19 @@ def _weight_moe(
     w2_global_scales: Tensor,
     w2_rows: int,
     native: bool,
+    function: int,
+    gated: bool,
+    limit: float,
+    alpha: float,
+    beta: float,
 ) -> Tensor:
     w13 = PreparedExperts(w13_codes, w13_scales, w13_global_scales, w13_rows, native)
     w2 = PreparedExperts(w2_codes, w2_scales, w2_global_scales, w2_rows, native)
     tokens, topk = topk_ids.shape
+    activation = (function, gated, limit, alpha, beta)
+    if _uses_tiles(x, tokens * topk, len(w13_codes)) or activation != SILU:
+        parts = (*w13[:3], None, w13_rows, *w2[:3], None, w2_rows)
+        return _moe_linear(x, topk_weights, topk_ids, *parts, *activation, 0)
     if tokens > MAX_DECODE_TOKENS or topk > MAX_PAIRS:
         return _grouped(x, topk_weights, topk_ids, w13, w2)
     step, out = min(MAX_TOKENS, MAX_PAIRS // topk), torch.empty_like(x)
@@ -139,6 +264,17 @@ def _weight_moe(
         y = nvfp4_moe_decode_linear(h, w2, ids, topk_weights=topk_weights[part])
         out[part] = y.unflatten(0, (-1, topk)).sum(1)
     return out
+
+
+@functools.cache
+def _has_tiles(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _uses_tiles(x: Tensor, pairs: int, experts: int) -> bool:
+    if not x.is_cuda or pairs <= MAX_DECODE_PAIRS_SM90 or experts > MAX_EXPERTS:
+        return False
+    return _has_tiles(x.get_device())
 
 
 def _grouped(
@@ -173,22 +309,35 @@ def _grouped(
 _moe = operator(
     "nvfp4_weight_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor"
     " w13_scales, Tensor w13_global_scales, int w13_rows, Tensor w2_codes, Tensor w2_scales, Tensor"
-    " w2_global_scales, int w2_rows, bool native) -> Tensor",
+    " w2_global_scales, int w2_rows, bool native, int function, bool gated, float limit, float"
+    " alpha, float beta) -> Tensor",
     _weight_moe,
     lambda x, *rest: torch.empty_like(x),
 )
 
 
 def nvfp4_weight_moe(
-    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13: PreparedExperts, w2: PreparedExperts
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: PreparedExperts,
+    w2: PreparedExperts,
+    *,
+    function: str = "silu",
+    gated: bool = True,
+    limit: float = math.inf,
+    alpha: float = 1.0,
+    beta: float = 0.0,
 ) -> Tensor:
     """The sum of the experts' outputs times topk_weights [T, k], [T, H], for x bfloat16 [T, H].
 
-    topk_ids: as in nvfp4_moe_decode_linear; w13: gate's rows and then up's; silu · mul comes
-    between the products. Up to MAX_DECODE_TOKENS tokens, decode kernels read the experts in use, 64
-    pairs at a time. For more tokens, w13 and then w2 of all experts are dequantized, exactly, into
-    a temporary tensor, and torch multiplies; each product is then rounded to x's dtype before its
-    global scale.
+    topk_ids: as in nvfp4_moe_decode_linear; w13: gate's rows and then up's, with the activation of
+    nvfp4_moe_linear between the products. One operator, which chooses when it runs. On SM90,
+    nvfp4_moe_linear takes any number of tokens. Elsewhere only silu · mul is compiled: up to
+    MAX_DECODE_TOKENS tokens, decode kernels read the experts in use, 64 pairs at a time. For more
+    tokens, w13 and then w2 of all experts are dequantized, exactly, into a temporary tensor, and
+    torch multiplies; each product is then rounded to x's dtype before its global scale.
     """
     ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
-    return _moe(x.contiguous(), weights, ids, *w13[:4], *w2[:4], w13.native)
+    activation = (FUNCTIONS.index(function), gated, limit, alpha, beta)
+    return _moe(x.contiguous(), weights, ids, *w13[:4], *w2[:4], w13.native, *activation)

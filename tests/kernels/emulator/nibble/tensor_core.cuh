@@ -55,6 +55,8 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }
 
 inline float __half2float(__half x) { return std::bit_cast<_Float16>(x.bits); }
@@ -131,6 +133,7 @@ inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, uint32_t mask) {
   return __shfl_sync(lanes, value, threadIdx.x % 32 ^ mask);
 }
 
+inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchange(*place, *place + value); }
 inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
   return std::exchange(*place, std::max(*place, value));
 }

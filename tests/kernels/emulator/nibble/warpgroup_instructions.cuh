@@ -10,7 +10,7 @@
 // A matrix of words, and how many of its rows and columns a box has.
 struct CUtensorMap {
   const uint32_t* words;
-  uint32_t columns, rows, box_columns, box_rows;
+  uint32_t columns, rows, box_columns, box_rows, box_chunks = 1;
 };
 
 namespace nibble::instruction {
@@ -95,6 +95,21 @@ inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_
     }
   });
 }
+// Of a matrix of rows of `columns` words, chunks of box_columns: y counts chunks, box_chunks are fetched.
+inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y, uint32_t z,
+                     SharedPlace barrier) {
+  const uint32_t words = map.box_columns * map.box_chunks * map.box_rows;
+  begin_copy(barrier, words * 4, [=, map = map] {
+    uint32_t* word = reinterpret_cast<uint32_t*>(to);
+    for (uint32_t row = z; row < z + map.box_rows; ++row) {
+      for (uint32_t column = 0; column < map.box_columns * map.box_chunks; ++column) {
+        const uint32_t at = x + y * map.box_columns + column;
+        const bool is_there = row < map.rows && at < map.columns;
+        *word++ = is_there ? map.words[size_t{row} * map.columns + at] : 0;
+      }
+    }
+  });
+}
 inline void prefetch_map(const CUtensorMap&) {}
 
 inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value) {
@@ -107,6 +122,14 @@ inline uint32_t load_acquire(const uint32_t* flag) {
   EmulatedLanes::wait_until([&] { return *flag != 0; });  // whoever looks waits for it
   return *flag;
 }
+
+inline void add_release(uint32_t* counter) { ++*counter; }
+inline bool has_reached(const uint32_t* counter, uint32_t count) { return *counter >= count; }
+inline void wait_until_reached(const uint32_t* counter, uint32_t count) {
+  EmulatedLanes::wait_until([&] { return *counter >= count; });
+}
+inline void publish_to_copies() {}
+inline void store_shared_word(SharedPlace to, uint32_t value) { std::memcpy(to, &value, 4); }
 
 inline uint32_t transpose_pairs(uint32_t pair) {
   const uint32_t row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;

@@ -86,6 +86,16 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       "l"(&map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
+// A box of a map of three dimensions.
+__device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y,
+                                         uint32_t z, SharedPlace barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -112,6 +122,24 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
   return value;
+}
+// A counter in global memory: who sees it reached sees what was written before it was raised.
+__device__ __forceinline__ void add_release(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ bool has_reached(const uint32_t* counter, uint32_t count) {
+  return load_acquire(counter) >= count;
+}
+__device__ __forceinline__ void wait_until_reached(const uint32_t* counter, uint32_t count) {
+  while (!has_reached(counter, count)) {
+  }
+}
+// Between stores to global memory and bulk copies from there.
+__device__ __forceinline__ void publish_to_copies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void store_shared_word(SharedPlace to, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 // Makes this thread's stores to shared memory visible to products and bulk copies.
 __device__ __forceinline__ void publish_to_products() {

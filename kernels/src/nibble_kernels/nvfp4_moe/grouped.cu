@@ -1,0 +1,239 @@
+// nibble::nvfp4_moe_linear: the launches of route.cuh and grouped.cuh.
+#include "nibble/decode_launch.h"
+#include "nibble/tensor_map.h"
+#include "nvfp4_moe/grouped.cuh"
+#include "nvfp4_moe/route.cuh"
+
+namespace nibble::experts {
+namespace {
+
+using decode::Device;
+using decode::Launch;
+
+template <class Form>
+__global__ void __launch_bounds__(kRouteThreads)
+    order_few(const __grid_constant__ Routing routing, const __grid_constant__ Ordering ordering) {
+  extern __shared__ uint16_t counts[];
+  __shared__ Table table;
+  instruction::let_next_kernel_start();
+  instruction::wait_for_previous_kernel();
+  const uint32_t tiles = route_few(routing, Form::kTokens, table, counts);
+  order_x<Form>(ordering, tiles, table.tiles, table.order);
+}
+
+__global__ void __launch_bounds__(kRouteThreads)
+    route_all(const __grid_constant__ Routing routing, uint32_t tokens) {
+  __shared__ uint64_t of_warps[kRouteWarps];
+  __shared__ uint32_t counts[kMostExperts];
+  instruction::let_next_kernel_start();
+  instruction::wait_for_previous_kernel();
+  route_many(routing, tokens, of_warps, counts);
+}
+
+template <class Form>
+__global__ void __launch_bounds__(kRouteThreads)
+    order_many(const __grid_constant__ Routing routing, const __grid_constant__ Ordering ordering) {
+  instruction::let_next_kernel_start();
+  instruction::wait_for_previous_kernel();
+  order_x<Form>(ordering, *routing.tile_count, routing.tiles, routing.order);
+}
+
+template <class T, class Operand, class Form>
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
+    multiply(const __grid_constant__ Problem problem) {
+#if NIBBLE_HAS_WARPGROUP_PRODUCTS
+  extern __shared__ __align__(128) uint8_t shared[];
+  Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
+#endif
+}
+
+constexpr uint32_t kSumThreads = 128;
+
+// out[token] = the sum of its experts' products, in the order of its choices.
+template <class T>
+__global__ void __launch_bounds__(kSumThreads)
+    add_up(const __grid_constant__ Routing routing, const uint4* products, uint4* out, uint32_t tokens,
+           uint32_t topk, uint32_t pieces) {
+  instruction::let_next_kernel_start();
+  instruction::wait_for_previous_kernel();
+  const uint32_t at = blockIdx.x * kSumThreads + threadIdx.x, token = at / pieces,
+                 piece = at - token * pieces;
+  if (token >= tokens) return;
+  float sums[8] = {};
+  for (uint32_t i = 0; i < topk; ++i) {
+    const uint32_t pair = token * topk + i;
+    if (!routing.is_here(routing.ids[pair])) continue;
+    const uint4 more = __ldcg(products + size_t{pair} * pieces + piece);
+    const T* const values = reinterpret_cast<const T*>(&more);
+#pragma unroll
+    for (uint32_t k = 0; k < 8; ++k) sums[k] += to_float(values[k]);
+  }
+  out[at] = make_uint4(pair_of(T(), sums[0], sums[1]), pair_of(T(), sums[2], sums[3]),
+                       pair_of(T(), sums[4], sums[5]), pair_of(T(), sums[6], sums[7]));
+}
+
+// Parts of one temporary tensor.
+struct Parts {
+  int64_t bytes = 0;
+  int64_t add(int64_t more) {
+    const int64_t at = bytes;
+    bytes += (more + 127) / 128 * 128;
+    return at;
+  }
+};
+
+struct Run {
+  Problem problem;
+  Routing routing;
+  Ordering ordering;
+  const Tensor &x, &out;
+  const void *first_codes, *first_scales, *second_codes, *second_scales;
+  uint32_t tokens;
+  const Device& device;
+  cudaStream_t stream;
+};
+
+template <class Form>
+void describe(Weight& weight, const void* codes, const void* scales, uint32_t experts) {
+  weight.row_blocks = quotient_up(weight.groups, Form::kGroups);
+  const auto map = [&](const void* data, uint32_t words) {
+    return map_of_words(data, words, weight.chunks, experts * weight.groups, 1, Form::kGroups);
+  };
+  weight.codes = map(codes, kCodeBytes / 4);
+  weight.scales = map(scales, kScaleBytes / 4);
+}
+
+template <class T, class Operand, class Form>
+void multiply_with(Run& run) {
+  Problem& p = run.problem;
+  Routing& r = run.routing;
+  Ordering& o = run.ordering;
+  describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
+  describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
+  r.most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs);
+  p.most_tiles = r.most_tiles;
+  Parts parts;
+  const int64_t x = parts.add(int64_t{r.most_tiles} * o.chunks * Form::kXBytes),
+                inner = parts.add(int64_t{r.most_tiles} * o.inner_chunks * Form::kXBytes),
+                products = parts.add(int64_t{r.pairs} * p.second.outputs * sizeof(T)),
+                tiles = parts.add(r.most_tiles * sizeof(Tile)), order = parts.add(r.pairs * 4),
+                weights = parts.add(r.pairs * 4), complete = parts.add(r.most_tiles * 4),
+                counters = parts.add(8);
+  const Tensor work = torch::stable::new_empty(run.x, {parts.bytes / 2}, run.x.scalar_type());
+  uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
+  p.x = o.to = reinterpret_cast<uint4*>(begin + x);
+  o.inner = reinterpret_cast<uint4*>(begin + inner);
+  p.inner = reinterpret_cast<uint32_t*>(begin + inner);
+  p.products = begin + products;
+  p.tiles = r.tiles = reinterpret_cast<Tile*>(begin + tiles);
+  p.pairs = r.order = reinterpret_cast<uint32_t*>(begin + order);
+  p.weights = r.ordered_weights = reinterpret_cast<float*>(begin + weights);
+  p.complete = r.complete = reinterpret_cast<uint32_t*>(begin + complete);
+  p.queue = r.queue = reinterpret_cast<uint32_t*>(begin + counters);
+  p.tile_count = r.tile_count = r.queue + 1;
+
+  const uint32_t units = r.most_tiles * (o.chunks + 1) * Form::kTokenGroups;
+  const uint32_t order_blocks = std::min(run.device.multiprocessors, quotient_up(units, kRouteWarps));
+  if (r.pairs <= kFewPairs) {
+    Launch(order_blocks, 1, kRouteThreads, quotient_up(r.pairs, kLanes) * r.experts * 2, run.stream)(
+        order_few<Form>, r, o);
+  } else {
+    Launch(1, 1, kRouteThreads, 0, run.stream)(route_all, r, Form::kTokens);
+    Launch(order_blocks * 2, 1, kRouteThreads, 0, run.stream)(order_many<Form>, r, o);
+  }
+  const uint32_t most_units = r.most_tiles * (p.first.row_blocks + p.second.row_blocks);
+  const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
+  Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply<T, Operand, Form>, p);
+  const uint32_t pieces = p.second.outputs / 8;
+  Launch(quotient_up(run.tokens * pieces, kSumThreads), 1, kSumThreads, 0, run.stream)(
+      add_up<T>, r, static_cast<const uint4*>(p.products), static_cast<uint4*>(run.out.mutable_data_ptr()),
+      run.tokens, o.topk, pieces);
+}
+
+// For so many pairs an expert: fitted to every form's time on an H200 (docs/kernels/nvfp4_linear.md).
+int64_t form_of(uint32_t pairs, uint32_t experts) {
+  const float each = static_cast<float>(pairs) / static_cast<float>(experts);
+  return each <= 4.5f ? 8 : each <= 9 ? 16 : each <= 18 ? 32 : each <= 72 ? 64 : 128;
+}
+
+template <class T, class Operand>
+void multiply_all(Run& run, int64_t tokens) {
+  if (tokens == 8) return multiply_with<T, Operand, Form8>(run);
+  if (tokens == 16) return multiply_with<T, Operand, Form16>(run);
+  if (tokens == 32) return multiply_with<T, Operand, Form32>(run);
+  if (tokens == 64) return multiply_with<T, Operand, Form64>(run);
+  require(tokens == 128, "expected a form of 8, 16, 32, 64 or 128 tokens, found ", tokens);
+  multiply_with<T, Operand, Form128>(run);
+}
+
+Weight weight_of(const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& global_scales,
+                 const std::optional<Tensor>& bias, int64_t outputs, int64_t experts) {
+  const decode::Problem checked = decode::problem_of(x, codes, outputs, scales, experts);
+  require(global_scales.numel() == 2 * experts, "global scales are not those of prepare_experts");
+  require(!bias || bias->numel() == experts * outputs, "a bias must have ", outputs, " elements an expert");
+  Weight weight{};
+  weight.global_scales = static_cast<const float2*>(global_scales.const_data_ptr());
+  weight.bias = bias ? bias->const_data_ptr() : nullptr;
+  weight.outputs = checked.outputs;
+  weight.chunks = checked.chunks;
+  weight.groups = checked.groups;
+  return weight;
+}
+
+Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const Tensor& topk_ids,
+                        const Tensor& w13_codes, const Tensor& w13_scales, const Tensor& w13_global_scales,
+                        const std::optional<Tensor>& w13_bias, int64_t w13_rows, const Tensor& w2_codes,
+                        const Tensor& w2_scales, const Tensor& w2_global_scales,
+                        const std::optional<Tensor>& w2_bias, int64_t w2_rows, int64_t function, bool gated,
+                        double limit, double alpha, double beta, int64_t form) {
+  const Tensor x = torch::stable::contiguous(input), ids = torch::stable::contiguous(topk_ids),
+               weights = torch::stable::contiguous(topk_weights);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int64_t experts = w13_codes.size(0), tokens = x.size(0), inner = gated ? w13_rows / 2 : w13_rows;
+  require(x.scalar_type() == ScalarType::BFloat16, "expected bfloat16 activations");
+  require(ids.scalar_type() == ScalarType::Int && weights.scalar_type() == ScalarType::Float &&
+              ids.numel() == weights.numel() && ids.size(0) == tokens,
+          "expected int32 ids and float32 weights of each token's experts");
+  require(experts <= kMostExperts, "expected at most ", kMostExperts, " experts, found ", experts);
+  const Tensor out = torch::stable::new_empty(x, {tokens, w2_rows}, x.scalar_type());
+  if (ids.numel() == 0) return torch::stable::zero_(const_cast<Tensor&>(out));
+  const Device device = decode::device_of(x.get_device_index());
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index));
+  require(major == 9, "nvfp4_moe_linear is for SM90, found a GPU of compute capability ", major);
+  Run run{.x = x,
+          .out = out,
+          .first_codes = w13_codes.const_data_ptr(),
+          .first_scales = w13_scales.const_data_ptr(),
+          .second_codes = w2_codes.const_data_ptr(),
+          .second_scales = w2_scales.const_data_ptr(),
+          .tokens = static_cast<uint32_t>(tokens),
+          .device = device,
+          .stream = current_stream(x)};
+  run.problem.first = weight_of(x, w13_codes, w13_scales, w13_global_scales, w13_bias, w13_rows, experts);
+  // Only the number of columns of the intermediate matters: it has x's type.
+  const Tensor like = torch::stable::new_empty(x, {1, inner}, x.scalar_type());
+  run.problem.second = weight_of(like, w2_codes, w2_scales, w2_global_scales, w2_bias, w2_rows, experts);
+  run.problem.activation = {static_cast<Function>(function), gated, static_cast<float>(limit),
+                            static_cast<float>(alpha), static_cast<float>(beta)};
+  run.routing.ids = static_cast<const int32_t*>(ids.const_data_ptr());
+  run.routing.weights = static_cast<const float*>(weights.const_data_ptr());
+  run.routing.pairs = static_cast<uint32_t>(ids.numel());
+  run.routing.experts = static_cast<uint32_t>(experts);
+  run.ordering.x = static_cast<const uint4*>(x.const_data_ptr());
+  run.ordering.topk = run.routing.pairs / run.tokens;
+  run.ordering.columns = static_cast<uint32_t>(x.size(1));
+  run.ordering.chunks = run.problem.first.chunks;
+  run.ordering.inner_columns = static_cast<uint32_t>(inner);
+  run.ordering.inner_chunks = run.problem.second.chunks;
+  multiply_all<__nv_bfloat16, BfloatOperand>(
+      run, form > 0 ? form : form_of(run.routing.pairs, run.routing.experts));
+  return out;
+}
+
+}  // namespace
+}  // namespace nibble::experts
+
+STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {
+  library.impl("nvfp4_moe_linear", TORCH_BOX(&nibble::experts::nvfp4_moe_linear));
+}

@@ -1,0 +1,115 @@
+// The kernel of experts, its own source run on the host: test_grouped_experts_on_the_host.py.
+#include "nvfp4_moe/grouped.cuh"
+#include "run_cluster.h"
+
+using namespace nibble::experts;
+
+namespace {
+
+struct Layer {
+  const uint16_t* x;
+  const int32_t* ids;
+  const float* weights;
+  uint32_t tokens, topk, experts, hidden, inner;
+};
+
+// What route.cuh leaves: tiles, pairs and weights in their order, x as the products read it.
+template <class Form>
+struct Routed {
+  std::vector<Tile> tiles;
+  std::vector<uint32_t> pairs;
+  std::vector<float> weights;
+  std::vector<uint32_t> x;
+
+  Routed(const Layer& layer, uint32_t chunks) {
+    for (uint32_t expert = 0; expert < layer.experts; ++expert) {
+      const uint32_t begin = pairs.size();
+      for (uint32_t pair = 0; pair < layer.tokens * layer.topk; ++pair) {
+        if (layer.ids[pair] != static_cast<int32_t>(expert)) continue;
+        pairs.push_back(pair);
+        weights.push_back(layer.weights[pair]);
+      }
+      for (uint32_t first = begin; first < pairs.size(); first += Form::kTokens)
+        tiles.push_back({expert, first, min<uint32_t>(Form::kTokens, pairs.size() - first), 0});
+    }
+    const uint32_t words = Form::kXBytes / 4;
+    x.resize(tiles.size() * chunks * words);
+    for (uint32_t tile = 0; tile < tiles.size(); ++tile) {
+      for (uint32_t token = 0; token < tiles[tile].count; ++token) {
+        const uint16_t* row = layer.x + size_t{pairs[tiles[tile].first + token] / layer.topk} * layer.hidden;
+        for (uint32_t column = 0; column < layer.hidden; column += 2) {
+          const size_t chunk = size_t{tile} * chunks + column / kChunk;
+          x[chunk * words + Form::word_of(token, column)] = row[column] | uint32_t{row[column + 1]} << 16;
+        }
+      }
+    }
+  }
+};
+
+Weight weight_of(const void* codes, const void* scales, const void* global_scales, const void* bias,
+                 uint32_t outputs, uint32_t columns, uint32_t experts) {
+  Weight weight{};
+  weight.global_scales = static_cast<const float2*>(global_scales);
+  weight.bias = bias;
+  weight.outputs = outputs;
+  weight.chunks = quotient_up(columns, kChunk);
+  weight.groups = quotient_up(outputs / 2, kGroup);
+  const auto map = [&](const void* words, uint32_t each) {
+    return CUtensorMap{static_cast<const uint32_t*>(words), each * weight.chunks, experts * weight.groups, each};
+  };
+  weight.codes = map(codes, kCodeBytes / 4);
+  weight.scales = map(scales, kScaleBytes / 4);
+  return weight;
+}
+
+template <class Form>
+void run(Problem p, const Layer& layer, uint32_t blocks) {
+  for (Weight* weight : {&p.first, &p.second}) {
+    weight->row_blocks = quotient_up(weight->groups, Form::kGroups);
+    for (CUtensorMap* map : {&weight->codes, &weight->scales}) {
+      map->box_rows = Form::kGroups;
+    }
+  }
+  const Routed<Form> routed(layer, p.first.chunks);
+  const uint32_t tiles = routed.tiles.size();
+  // Bits of NaN where nothing is written, zeros where columns fill the last chunk.
+  const size_t words = size_t{tiles} * p.second.chunks * (Form::kXBytes / 4);
+  std::vector<uint32_t> inner(words, layer.inner % kChunk ? 0 : ~0u), complete(tiles + 1);
+  uint32_t queue = 0;
+  p.x = reinterpret_cast<const uint4*>(routed.x.data());
+  p.inner = inner.data();
+  p.tiles = routed.tiles.data();
+  p.tile_count = &tiles;
+  p.pairs = routed.pairs.data();
+  p.weights = routed.weights.data();
+  p.queue = &queue;
+  p.complete = complete.data();
+  p.most_tiles = tiles;
+  run_cluster(blocks, Form::kThreads, Form::kSharedBytes, 0, 1, [&](uint4* memory) {
+    Multiplier<__nv_bfloat16, nibble::BfloatOperand, Form>{
+        p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))}
+        .run();
+  });
+}
+
+}  // namespace
+
+extern "C" void multiply_experts_in_tiles_on_the_host(
+    bool late, uint32_t form, uint32_t blocks, const void* x, const int32_t* ids, const float* weights,
+    uint32_t tokens, uint32_t topk, uint32_t experts, uint32_t hidden, uint32_t inner, const void* codes,
+    const void* scales, const void* global_scales, const void* bias, const void* second_codes,
+    const void* second_scales, const void* second_global_scales, const void* second_bias, void* products,
+    uint32_t function, bool gated, float limit, float alpha, float beta) {
+  emulated_is_late = late;
+  Problem p{};
+  p.first = weight_of(codes, scales, global_scales, bias, gated ? 2 * inner : inner, hidden, experts);
+  p.second = weight_of(second_codes, second_scales, second_global_scales, second_bias, hidden, inner, experts);
+  p.products = products;
+  p.activation = {static_cast<Function>(function), gated, limit, alpha, beta};
+  const Layer layer{static_cast<const uint16_t*>(x), ids, weights, tokens, topk, experts, hidden, inner};
+  if (form == 8) return run<Form8>(p, layer, blocks);
+  if (form == 16) return run<Form16>(p, layer, blocks);
+  if (form == 32) return run<Form32>(p, layer, blocks);
+  if (form == 64) return run<Form64>(p, layer, blocks);
+  run<Form128>(p, layer, blocks);
+}

@@ -1,0 +1,177 @@
+"""The source of the kernel of experts (nvfp4_moe/grouped.cuh) without a GPU: compiled by g++, with
+lanes that take turns. All thread blocks run at once, so that units wait for others' intermediates.
+
+Late copies and products find a stage, a register or an intermediate that is used too early.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.kernel_cases import (
+    activations,
+    assert_same_bits,
+    packed_weight,
+    values_of,
+)
+
+EMULATOR = Path(__file__).parent / "emulator"
+FUNCTIONS = ("silu", "gelu_tanh", "relu2")
+# Tokens of a tile, thread blocks, tokens, experts a token, experts, hidden, intermediate. Rows and
+# columns that fill no unit and no chunk, several tiles of an expert, more chunks than stages.
+CASES = [
+    (8, 3, 3, 2, 4, 176, 48),
+    (8, 2, 12, 1, 2, 1296, 80),
+    (8, 3, 12, 3, 4, 272, 160),
+    (16, 2, 36, 1, 2, 272, 80),
+    (32, 2, 40, 1, 2, 272, 80),
+    (64, 2, 70, 1, 2, 144, 144),
+    (128, 2, 131, 1, 2, 400, 144),
+]
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    pytest.mark.when_changed(*OPERATORS),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("emulator") / "grouped.so"
+    sources = KERNELS / "src/nibble_kernels"
+    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=0"]
+    words += [f"-I{folder}" for folder in (EMULATOR, sources, sources / "include")]
+    subprocess.run([*words, "-o", str(path), str(EMULATOR / "grouped.cpp")], check=True)
+    return ctypes.CDLL(str(path))
+
+
+class Layer:
+    """Experts with random weights, their prepared form and their sums in float64."""
+
+    def __init__(self, case: tuple[int, ...], function: str, gated: bool, *, biased: bool) -> None:
+        from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+
+        self.form, self.blocks, tokens, self.topk, self.experts, self.hidden, self.inner = case
+        self.function, self.gated = function, gated
+        rows = self.inner * (2 if gated else 1)
+        self.limit, self.alpha, self.beta = (2.0, 1.702, 1.0) if biased else (math.inf, 1.0, 0.0)
+        self.weights = [
+            [packed_weight(rows, self.hidden, 2 * seed) for seed in range(self.experts)],
+            [packed_weight(self.hidden, self.inner, 2 * seed + 1) for seed in range(self.experts)],
+        ]
+        generator = torch.Generator().manual_seed(tokens)
+        self.factors = [
+            torch.rand(self.experts, 2, generator=generator) * 1e-5 + 1e-6,
+            (torch.rand(self.experts, 1, generator=generator) * 1e-3 + 1e-4).expand(-1, 2),
+        ]
+        self.biases = [
+            torch.randn(self.experts, count, generator=generator).bfloat16() if biased else None
+            for count in (rows, self.hidden)
+        ]
+        self.prepared = []
+        for weights, factors in zip(self.weights, self.factors, strict=True):
+            codes, scales = (torch.stack(parts) for parts in zip(*weights, strict=True))
+            self.prepared.append(prepare_experts(codes, scales, factors, native=False))
+        self.x = activations(tokens, self.hidden, torch.bfloat16) / 64
+        self.ids = torch.stack(
+            [
+                torch.randperm(self.experts + 1, generator=generator)[: self.topk]
+                for _ in range(tokens)
+            ]
+        ).int()
+        self.ids[self.ids == self.experts] = -1
+        self.ids[0, 0] = 0
+        self.router = torch.rand(tokens, self.topk, generator=generator)
+
+    def products(self, library: ctypes.CDLL, late: bool = True) -> Tensor:
+        """[pairs, hidden]; NaN for the pairs of other processes' experts."""
+        out = torch.full((self.ids.numel(), self.hidden), float("nan"), dtype=torch.bfloat16)
+        pointer = self._pointer
+        first, second = self.prepared
+        arguments: list[Any] = [pointer(self.x), pointer(self.ids), pointer(self.router)]
+        arguments += [len(self.x), self.topk, self.experts, self.hidden, self.inner]
+        for parts, bias in zip((first, second), self.biases, strict=True):
+            arguments += [pointer(part) for part in (*parts[:3], bias)]
+        arguments += [pointer(out), FUNCTIONS.index(self.function), self.gated]
+        arguments += [ctypes.c_float(one) for one in (self.limit, self.alpha, self.beta)]
+        library.multiply_experts_in_tiles_on_the_host(late, self.form, self.blocks, *arguments)
+        return out
+
+    @staticmethod
+    def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+    def exact(self) -> Tensor:
+        from nibble_kernels.nvfp4_moe.reference import activate
+
+        out = torch.full((self.ids.numel(), self.hidden), float("nan"), dtype=torch.float64)
+        for pair, expert in enumerate(self.ids.flatten().tolist()):
+            if expert < 0:
+                continue
+            h = self._multiply(0, expert, self.x[pair // self.topk].double())
+            limits = (self.limit, self.alpha, self.beta)
+            h = activate(h, self.function, self.gated, False, *limits).bfloat16().double()
+            out[pair] = self._multiply(1, expert, h) * self.router.flatten()[pair].double()
+        return out
+
+    def _multiply(self, which: int, expert: int, x: Tensor) -> Tensor:
+        weight = values_of(*self.weights[which][expert])
+        factors = self.factors[which][expert].double().repeat_interleave(len(weight) // 2)
+        bias = self.biases[which]
+        return weight @ x * factors + (0.0 if bias is None else bias[expert].double())
+
+
+def assert_close(found: Tensor, exact: Tensor) -> None:
+    """Every row within the roundings of the intermediate and of the result; rows of other
+    processes' experts untouched.
+    """
+    assert torch.equal(found.isnan(), exact.isnan())
+    found, exact = found.double().nan_to_num(), exact.nan_to_num()
+    sizes = exact.norm(dim=-1)
+    assert ((found - exact).norm(dim=-1) <= sizes * 0.004 + 1e-30).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_pair_gets_its_experts_output(library: ctypes.CDLL, case: tuple[int, ...]) -> None:
+    layer = Layer(case, "silu", gated=True, biased=False)
+    assert_close(layer.products(library), layer.exact())
+
+
+@pytest.mark.parametrize(
+    ("function", "gated"), [("silu", True), ("gelu_tanh", True), ("relu2", False)]
+)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+def test_activations_and_biases(
+    library: ctypes.CDLL, case: tuple[int, ...], function: str, gated: bool
+) -> None:
+    layer = Layer(case, function, gated, biased=True)
+    assert_close(layer.products(library), layer.exact())
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4]], ids=str)
+def test_copies_that_are_over_at_once_give_the_same_bits(
+    library: ctypes.CDLL, case: tuple[int, ...]
+) -> None:
+    layer = Layer(case, "silu", gated=True, biased=False)
+    assert_same_bits((layer.products(library, late=False),), (layer.products(library),))
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[3]], ids=str)
+def test_a_token_does_not_depend_on_the_others(library: ctypes.CDLL, case: tuple[int, ...]) -> None:
+    layer = Layer(case, "silu", gated=True, biased=False)
+    everything = layer.products(library)
+    layer.x, layer.ids, layer.router = (
+        part[5:].contiguous() for part in (layer.x, layer.ids, layer.router)
+    )
+    assert_same_bits((layer.products(library),), (everything[5 * layer.topk :],))
