@@ -213,7 +213,7 @@ class _Server:
 
         fleet = Fleet(
             members, self._allowed_bytes, table, events, settings.drain_seconds, say,
-            ready, stopping,
+            on_ready=ready, on_drain=stopping,
         )  # fmt: skip
         front_environ = self._front_environ(admission.path)
         router = Router(table, RequestLimits.from_environ(front_environ), vllm_version())

@@ -67,7 +67,7 @@ def pause_s(failures: int) -> float:
 class Fleet:
     """The main loop. `run` once, in the main thread; then `close`.
 
-    `on_ready` is called once when every model that stays is loaded; `on_drain` when a stop begins;
+    `start` starts an engine. `on_ready` is called once when every model that stays is loaded; `on_drain` when a stop begins;
     `turn` each time the loop turns.
     """
 
@@ -79,6 +79,7 @@ class Fleet:
         events: queue.SimpleQueue[Stop | None],
         drain_seconds: int,
         say: Callable[[str], None],
+        start: Callable[[str, Sequence[str], Mapping[str, str]], EngineProcess] = EngineProcess,
         on_ready: Callable[[], None] = lambda: None,
         on_drain: Callable[[], None] = lambda: None,
         turn: Callable[[], None] = lambda: None,
@@ -87,6 +88,7 @@ class Fleet:
         self.allowed_bytes = allowed_bytes
         self._events, self._say = events, say
         self._drain_s = drain_seconds
+        self._start = start
         self._on_ready, self._on_drain, self._turn = on_ready, on_drain, turn
         self._was_ready = False
         self.is_draining = False
@@ -230,7 +232,7 @@ class Fleet:
 
     def _load(self, member: Member) -> None:
         self.table.set_state(member.entry, "loading")
-        member.process = EngineProcess(member.entry.model, member.words, member.environ)
+        member.process = self._start(member.entry.model, member.words, member.environ)
         self._say(f"loading {member.entry.model} (pid {member.process.pid})")
 
     def _unload_when_idle(self, member: Member, wish: Member | None) -> None:
@@ -266,7 +268,9 @@ class Fleet:
             codes += [one.ended_with() or 0 for one in ended]
             alive = [one for one in alive if one not in ended]
         if alive or ExitCode.TERMINATED in codes:
+            self._say("ended before the drain was done")
             return ExitCode.TERMINATED
+        self._say("drained and stopped")
         return ExitCode.ENGINE_DIED if any(codes) else ExitCode.OK
 
 
