@@ -35,7 +35,9 @@ for name, group in GROUPS.items():
 
 @app.command(context_settings=FREE_WORDS)
 def serve(words: Words = None) -> None:
-    """Serve a model with an OpenAI-compatible API; --detach: in the background."""
+    """Serve a model, or several on one port, with an OpenAI-compatible API; --detach: in the
+    background.
+    """
     from nibble.cli.serve import serve as run
 
     raise typer.Exit(run(wanted(words, "serve"), dict(os.environ)))
@@ -83,8 +85,13 @@ def plan(words: Words = None) -> None:
     """
     from nibble.cli.explain import explain, split_words
     from nibble.plan.gather import plan_for, read_wishes, with_default_model
+    from nibble.settings.models import read_several
 
     kept, name = split_words(wanted(words, "plan"))
+    if several := read_several(kept, os.environ, ("--json",)):
+        from nibble.cli.show_fleet_plan import plan_several
+
+        return plan_several(several, dict(os.environ), name)
     asked = with_default_model(read_wishes(kept, dict(os.environ), ("--json",)))
     found = plan_for(asked)
     if name is not None:

@@ -84,13 +84,6 @@ def plan_all(
         with _named(wish.model, file, asked.settings.config):
             one = read_wishes(words, without_model(environ))
             plan = fetch(plan_for(one), one)
-            if plan.topology.spans_machines:
-                raise NibbleError(
-                    ExitCode.CONFIG,
-                    what="several models on several machines",
-                    expected="one model, or one machine",
-                    action="unset the cluster's options, or serve one model",
-                )
             check_memory(plan)
         found.append(Planned(wish, one, tuple(words), plan))
     _refuse_equal_names(found)
@@ -143,12 +136,11 @@ def serve_several(
     folder = make_run_folder()
     try:
         with hold_port(settings.host, settings.port):
-            check_port(
-                "PORT",
-                settings.host,
-                settings.port,
-                bind_problem(settings.host, settings.port),
-            )
+            for name, host, port in (
+                ("PORT", settings.host, settings.port),
+                ("NIBBLE_CONTROL_PORT", "127.0.0.1", settings.control_port),
+            ):
+                check_port(name, host, port, bind_problem(host, port))
             planned = plan_all(asked, several, environ, folder, fetch)
             parts, allowed_bytes = shares(planned, asked)
             given = settings.api_key.get_secret_value() if settings.api_key else None
@@ -334,7 +326,15 @@ def _of_share(share: Share) -> dict[str, Any]:
 
 
 def _refuse_common(asked: Asked) -> None:
-    if asked.loaded.settings.served_model_name:
+    settings = asked.settings
+    if settings.nnodes or settings.node_rank or settings.head_ip or settings.cluster == "ray":
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what="several models on several machines",
+            expected="one model, or one machine",
+            action="unset the cluster's options, or serve one model",
+        )
+    if settings.served_model_name:
         raise NibbleError(
             ExitCode.CONFIG,
             what="one additional name is set for several models",

@@ -67,8 +67,8 @@ def pause_s(failures: int) -> float:
 class Fleet:
     """The main loop. `run` once, in the main thread; then `close`.
 
-    `start` starts an engine. `on_ready` is called once when every model that stays is loaded; `on_drain` when a stop begins;
-    `turn` each time the loop turns.
+    `start` starts an engine. `on_ready` is called once, when every model that stays is loaded;
+    `on_drain` when a stop begins; `turn` each time the loop turns.
     """
 
     def __init__(

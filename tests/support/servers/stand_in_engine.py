@@ -76,7 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            text = f'# HELP vllm:x Text.\n# TYPE vllm:x gauge\nvllm:x{{model_name="{self.of.name}"}} 1\n'
+            sample = f'vllm:x{{model_name="{self.of.name}"}} 1'
+            text = f"# HELP vllm:x Text.\n# TYPE vllm:x gauge\n{sample}\n"
             self._reply(200, text.encode())
         elif self.path == f"/v1/responses/of-{self.of.name}":
             self._reply(200, b'{"id": 1}')
@@ -86,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         is_json = "json" in self.headers["Content-Type"]
-        asked = json.loads(body) if is_json else {"form": body.decode()}
+        asked: dict[str, Any] = json.loads(body) if is_json else {"form": body.decode()}
         self.of.asked.append(asked | {"headers": dict(self.headers), "path": self.path})
         if asked.get("hold"):
             self.of.release.wait(10)
