@@ -16,7 +16,7 @@ from nibble.serve.fleet.fleet import Fleet, Member
 _SUMMED = ("generated_tokens_per_s", "prompt_tokens_per_s", "running", "waiting", "answered_total")
 _FROM_ENGINE = (
     *("phase", "progress", "detail", "eta_s", "seconds_in_phase", "last_line", "lost"),
-    *("facts", "canary", "assertion", "memory", "traffic", "engine_pid", "hang", "url"),
+    *("facts", "canary", "assertion", "memory", "traffic", "engine_pid", "hang", "url", "plan"),
 )
 
 
