@@ -2,7 +2,7 @@
 
 Every build keeps a second tag with its digest (build.sh): nibble:gb10 is also nibble:gb10-3f2a….
 Compose and the Quadlet unit run nibble:gb10, so they follow the name. The volume has compiled code
-of both builds, in entries of their own (docs/operations.md, Compiled code).
+of both builds, in separate entries (docs/operations.md, Upgrading).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def container_engine(environ: Mapping[str, str]) -> str:
         ExitCode.CONFIG,
         what="neither docker nor podman is here",
         expected="the host of the containers",
-        action="run it there; without containers, check out the earlier commit and run `make setup`",
+        action="run it there; without containers, check out that commit and run `make setup`",
     )
 
 

@@ -33,7 +33,8 @@ def live_schema(
     """The schema of the vLLM that `python` imports, and for each argument list None or the refusal
     of its parser.
 
-    `path` are folders that the interpreter imports from before its own. Raises VERIFY where that interpreter has no working vLLM.
+    `path` are folders that the interpreter imports from before its own. Raises VERIFY where it has
+    no working vLLM.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, words = Path(folder, "schema.json"), Path(folder, "argvs.json")
