@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 from nibble.cli.common import say
 from nibble.engine.installed import vllm_version
 from nibble.engine.live_schema import live_schema
+from nibble.engine.patching.diff import DiffError, apply
+from nibble.engine.patching.series import Series, load_series
 from nibble.engine.patching.status import Line, look
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.engine.schema import Schema, load_schema
@@ -27,6 +29,7 @@ from nibble.recipes.recipe import Problem
 
 _VERSION = re.compile(r"\d+(\.\d+){1,3}([a-z]+\d+)?(\.post\d+)?")
 _REQUIRES = re.compile(r"^Requires-Dist: (flashinfer-python==[^ ;]+)", re.MULTILINE)
+_OF_SERIES = "patch vllm/"
 _MOST_SHOWN = 12
 
 
@@ -43,10 +46,13 @@ class ModelChange:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings. `patches` are those of the series with their state in the newer tree."""
+    """All findings. `patches` are rows that a patch fixes, with their state in the newer tree;
+    `to_port` names the patches of those rows whose lines are not there any more.
+    """
 
     installed: str
     newer: str
+    to_port: tuple[str, ...]
     patches: tuple[Line, ...]
     others: tuple[Line, ...]
     recipes: tuple[Problem, ...]
@@ -91,6 +97,8 @@ def check(
     with _newer_tree(to, tree) as newer, tempfile.TemporaryDirectory() as scratch:
         say(f"vLLM {newer.version}: running the probes of every patch")
         lines = look(newer)
+        needed = {line.fix.removeprefix(_OF_SERIES) for line in lines if line.word == "needed"}
+        to_port = unfit(load_series("vllm"), newer, needed)
         say("asking its parser about every recipe and plan")
         recipe_lines = all_command_lines(root())
         argvs = [argv for _, _, argv in recipe_lines] + [argv for _, argv in plans]
@@ -110,11 +118,26 @@ def check(
     return Report(
         vllm_version(),
         newer.version,
+        tuple(to_port),
         tuple(line for line in lines if line.fix.startswith("patch ")),
         tuple(line for line in lines if not line.fix.startswith("patch ")),
         tuple(recipes),
         tuple(changes),
     )
+
+
+def unfit(series: Series, tree: Tree, names: Collection[str]) -> list[str]:
+    """Those of the named patches that do not apply to the tree, each after the ones before."""
+    texts: dict[str, str] = {}
+    found = []
+    for patch in (patch for patch in series.patches if patch.name in names):
+        try:
+            for change in patch.changes:
+                text = texts.get(change.path) or tree.text(change.path)
+                texts[change.path] = apply(text, change)
+        except (OSError, DiffError):
+            found.append(patch.name)
+    return found
 
 
 def changed_defaults(old: Schema, new: Schema, argv: Sequence[str]) -> Iterator[str]:
@@ -135,6 +158,8 @@ def report_lines(report: Report) -> Iterator[str]:
     yield "patches  " + "; ".join(f"{len(ids)} {word}" for word, ids in counts.items())
     for word, ids in counts.items():
         yield f"         {word}: {', '.join(ids)}"
+    if "needed" in counts:
+        yield f"         to port, since their lines changed: {', '.join(report.to_port) or 'none'}"
     for line in report.others:
         if not line.in_order:
             yield f"         {line.id} {line.word}: {line.title}: {line.detail}"

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from nibble.cli import rollback, upgrade
+from nibble.engine.patching.series import load_series
 from nibble.engine.patching.status import Line
+from nibble.engine.patching.tree import open_tree
 from nibble.engine.schema import Schema, load_schema
 from nibble.errors import ExitCode, NibbleError
 
@@ -105,6 +107,18 @@ def test_defaults_that_the_plan_leaves_to_vllm_are_named() -> None:
     assert not list(upgrade.changed_defaults(load_schema(), load_schema(), argv))
 
 
+def test_patches_whose_lines_changed_have_to_be_ported(tmp_path: Path) -> None:
+    series = load_series("vllm")
+    names = {patch.name for patch in series.patches if patch.paths[0].endswith(".py")}
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.33.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.33.0\n")
+    assert upgrade.unfit(series, open_tree(tmp_path), names) == [
+        patch.name for patch in series.patches if patch.name in names
+    ]
+
+
 def line(id: str, word: str, fix: str) -> Line:
     return Line(id, f"title of {id}", word, "detail", fix, "probe", 0.1)  # type: ignore[arg-type]
 
@@ -113,6 +127,7 @@ def test_the_report_counts_what_is_in_the_way() -> None:
     report = upgrade.Report(
         "0.32.0",
         "0.33.0",
+        ("one",),
         (line("N1", "needed", "patch vllm/one"), line("N2", "fixed upstream", "patch vllm/two")),
         (line("N3", "failed", "rule x"), line("N4", "not fixed", "")),
         (),
@@ -122,6 +137,7 @@ def test_the_report_counts_what_is_in_the_way() -> None:
     text = "\n".join(upgrade.report_lines(report))
     assert "vLLM 0.32.0 -> 0.33.0" in text
     assert "needed: N1" in text and "fixed upstream: N2" in text
+    assert "to port, since their lines changed: one" in text
     assert "N3 failed" in text and "N4" not in text
     assert "no flag --x" in text and "--seed: 0 -> 3" in text
     assert "3 finding(s) to resolve" in text
