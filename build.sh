@@ -132,8 +132,20 @@ fi
 what=${image}
 [[ -z ${kernels} ]] || what="dist/${target}/nibble_kernels-*.whl"
 echo "building ${what} (vLLM from ${from}) with ${engine[*]}" >&2
+
+# A second tag with the digest keeps this build when a later one takes the name: nibble rollback.
+tag_by_digest() {
+  local id
+  id=$("${engine[@]}" image inspect --format '{{.Id}}' "${image}")
+  id=${id#sha256:}
+  "${engine[@]}" tag "${image}" "${image}-${id:0:12}"
+  echo "${image}-${id:0:12}"
+}
+
 if [[ -n ${buildx} ]]; then
-  exec "${engine[@]}" buildx bake "${options[@]}"
+  "${engine[@]}" buildx bake "${options[@]}"
+  [[ -n ${kernels} || -n ${push} ]] || tag_by_digest # a registry has its own digests
+  exit
 fi
 options=(--file "docker/Dockerfile.${target}" --progress plain)
 if [[ -n ${kernels} ]]; then options+=(--target kernels-wheel --output "dist/${target}"); else options+=(--tag "${image}"); fi
@@ -141,4 +153,5 @@ for argument in "${arguments[@]}"; do options+=(--build-arg "${argument}"); done
 for secret in "${secrets[@]}"; do options+=(--secret "${secret}"); done
 [[ -z ${NIBBLE_BUILD_NETWORK:-} ]] || options+=(--network "${NIBBLE_BUILD_NETWORK}")
 DOCKER_BUILDKIT=1 "${engine[@]}" build "${options[@]}" .
+[[ -n ${kernels} ]] || tag_by_digest
 [[ -z ${push} ]] || "${engine[@]}" push "${image}"

@@ -35,7 +35,9 @@ for name, group in GROUPS.items():
 
 @app.command(context_settings=FREE_WORDS)
 def serve(words: Words = None) -> None:
-    """Serve a model with an OpenAI-compatible API; --detach: in the background."""
+    """Serve a model, or several on one port, with an OpenAI-compatible API; --detach: in the
+    background.
+    """
     from nibble.cli.serve import serve as run
 
     raise typer.Exit(run(wanted(words, "serve"), dict(os.environ)))
@@ -83,8 +85,13 @@ def plan(words: Words = None) -> None:
     """
     from nibble.cli.explain import explain, split_words
     from nibble.plan.gather import plan_for, read_wishes, with_default_model
+    from nibble.settings.models import read_several
 
     kept, name = split_words(wanted(words, "plan"))
+    if several := read_several(kept, os.environ, ("--json",)):
+        from nibble.cli.show_fleet_plan import plan_several
+
+        return plan_several(several, dict(os.environ), name)
     asked = with_default_model(read_wishes(kept, dict(os.environ), ("--json",)))
     found = plan_for(asked)
     if name is not None:
@@ -420,6 +427,57 @@ def bundle(
     from nibble.cli.bundle import bundle as run
 
     run(model, folder, image, dict(os.environ), as_json)
+
+
+@app.command()
+def upgrade(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Models in use. Default: those of the running server, else MODEL."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only compare; nothing else is possible.")
+    ] = False,
+    to: Annotated[
+        str | None, typer.Option(help="Release of vLLM. Default: the newest on the package index.")
+    ] = None,
+    tree: Annotated[
+        Path | None, typer.Option(help="Folder of an unpacked vLLM wheel, instead of a download.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a newer vLLM would change: patches, recipes and the plans of models in use; exits
+    with 6 where something is in the way.
+    """
+    from nibble.cli.upgrade import check as run
+    from nibble.cli.upgrade import report_lines, require_check
+
+    require_check(check)
+    found = run(models or (), to, tree, dict(os.environ))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print("\n".join(report_lines(found)))
+    raise typer.Exit(ExitCode.VERIFY if found.in_the_way else ExitCode.OK)
+
+
+@app.command()
+def rollback(
+    target: Annotated[str, typer.Argument(help="Target of the image, such as gb10 or cpu.")],
+    to: Annotated[
+        str | None, typer.Option(help="Build to go back to: its tag. Default: the one before.")
+    ] = None,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Only list the builds on this host, newest first.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Give an image's name back to the build before, on the host of the containers; a restart then
+    runs it.
+    """
+    from nibble.cli.rollback import roll_back
+
+    roll_back(target, to, list_only, as_json, dict(os.environ))
 
 
 @app.command()

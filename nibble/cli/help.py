@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,6 +28,10 @@ SWITCHES = {
 }
 
 
+_SEVERAL = "[MODEL | [ALIAS=]MODEL [ALIAS=]MODEL ...]"
+_MODELS: Mapping[str, str] = {"serve": _SEVERAL, "plan": _SEVERAL}
+
+
 def show_verb_help(verb: str) -> None:
     """Print the help of a verb that takes nibble's options and vLLM's flags, or of a Ray node,
     which takes some of nibble's.
@@ -38,7 +42,7 @@ def show_verb_help(verb: str) -> None:
         fields: Sequence[str] = NODE_FIELDS
     else:
         lines = [
-            f"usage: nibble {verb} [MODEL] [FLAGS]",
+            f"usage: nibble {verb} {_MODELS.get(verb, '[MODEL]')} [FLAGS]",
             "",
             f"MODEL is a Hugging Face id, a folder, {DEFAULT_MODEL}, or a demo:",
             f"{' or '.join(demo_models())}. Default of serve and plan: {DEFAULT_MODEL}.",

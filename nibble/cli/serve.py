@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.from_package import make as make_packaged
 from nibble.cli.common import say
+from nibble.cli.fleet import serve_several
 from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
@@ -47,7 +49,10 @@ from nibble.serve.preflight.machine import run_checks
 from nibble.serve.preflight.model import check_model_files
 from nibble.serve.start_times import StartTimes
 from nibble.serve.supervisor import serve as launch
+from nibble.settings.models import Several, read_several, without_model
 from nibble.settings.options import default_of
+
+SWITCHES = ("--json", "--detach")
 
 if TYPE_CHECKING:
     from nibble.cluster.watch import Watch
@@ -55,19 +60,24 @@ if TYPE_CHECKING:
 
 def serve(words: Sequence[str], environ: dict[str, str]) -> int:
     """Serve until a stop, or start a server in the background; the exit code of the whole."""
-    asked = with_default_model(read_wishes(words, environ, ("--json", "--detach")))
-    settings = asked.settings
+    several = read_several(words, environ, SWITCHES)
+    if several is None:
+        asked = with_default_model(read_wishes(words, environ, SWITCHES))
+        run, name = partial(_serve, asked), str(asked.settings.model)
+    else:
+        asked = read_wishes(several.words, without_model(environ, "model"), SWITCHES)
+        run = partial(_serve_several, asked, several, environ)
+        name = ", ".join(wish.model for wish in several.models)
     place = _place(asked)
     if "--detach" in asked.command.rest:
         return _detach(place, words, environ, "--json" in asked.command.rest)
     if VARIABLE not in environ:
-        return _serve(asked, lambda: None)
+        return run(lambda: None)
     code = int(ExitCode.INTERNAL)
-    with registered(
-        place, str(settings.model), settings.control_port, settings.drain_seconds
-    ) as note:
+    settings = asked.settings
+    with registered(place, name, settings.control_port, settings.drain_seconds) as note:
         try:
-            code = _serve(asked, place.log.keep_rotating)
+            code = run(place.log.keep_rotating)
         except NibbleError as error:
             code = int(error.code)
             raise
@@ -77,6 +87,15 @@ def serve(words: Sequence[str], environ: dict[str, str]) -> int:
         finally:
             note(code)
     return code
+
+
+def _serve_several(
+    asked: Asked, several: Several, environ: dict[str, str], on_ready: Callable[[], None]
+) -> int:
+    said: set[str] = set()
+    return serve_several(
+        asked, several, environ, lambda plan, one: on_disk(plan, one, said), on_ready
+    )
 
 
 def background_place(port: int | None, environ: dict[str, str]) -> Place:

@@ -82,6 +82,8 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"          {status['detail']}"
     if "url" in status:
         yield f"serving   {', '.join(status['served_names'])} at {status['url']}"
+    for model in status.get("models", ()):
+        yield from _model_lines(model)
     if last := status.get("last_start_s"):
         yield "last start " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in last.items())
     if (memory := status.get("memory")) and memory.get("available_bytes") is not None:
@@ -96,6 +98,18 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         for found in canary["findings"]:
             warning = f"; {found['warning']}" if found["warning"] else ""
             yield f"          {found['mechanism']}: {found['verdict']}: {found['detail']}{warning}"
+
+
+def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
+    """One of several models."""
+    phase = f" ({model['phase']})" if model["state"] == "loading" and "phase" in model else ""
+    requests = f"{model['running']} running, {model['waiting']} waiting"
+    yield (
+        f"model     {', '.join(model['names'])}: {model['state']}{phase},"
+        f" {show_gib(model['total_bytes'])}, {requests}"
+    )
+    if model["reason"]:
+        yield f"          {model['reason']}"
 
 
 def _eta(status: Mapping[str, Any]) -> str:

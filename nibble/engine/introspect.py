@@ -35,9 +35,10 @@ def serve_parser() -> Any:
     """vLLM's own parser of `vllm serve`."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    # The module moved between versions: vllm 0.32 entrypoints/launchers/cli_args.py, before that
-    # openai/cli_args.py.
-    for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+    # The module moved between versions: vllm 0.33 entrypoints/common/cli_args.py, 0.32
+    # launchers/cli_args.py, before that openai/cli_args.py.
+    for folder in ("launchers", "common", "openai"):
+        name = f"vllm.entrypoints.{folder}.cli_args"
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -26,21 +26,25 @@ INTROSPECTION_TIMEOUT_SECONDS = (
 
 
 def live_schema(
-    python: str = sys.executable, argvs: Sequence[Sequence[str]] = ()
+    python: str = sys.executable,
+    argvs: Sequence[Sequence[str]] = (),
+    path: Sequence[Path] = (),
 ) -> tuple[Schema, list[str | None]]:
     """The schema of the vLLM that `python` imports, and for each argument list None or the refusal
     of its parser.
 
-    Raises VERIFY where that interpreter has no working vLLM.
+    `path` are folders that the interpreter imports from before its own. Raises VERIFY where it has
+    no working vLLM.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, words = Path(folder, "schema.json"), Path(folder, "argvs.json")
         words.write_text(json.dumps([list(argv) for argv in argvs]))
         # -P: the scripts' own folder holds module names (ray, gate) that must not shadow vLLM's
         # imports.
+        before = {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
         run = subprocess.run(
             [python, "-P", str(INTROSPECT), str(out), str(words)],
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", **before},
             capture_output=True,
             text=True,
             timeout=INTROSPECTION_TIMEOUT_SECONDS,

@@ -27,8 +27,9 @@ def served_names(inputs: PlanInputs) -> tuple[str, ...]:
     """NIBBLE_SERVED_MODEL_NAME, the model's id (a folder's name) and `default`."""
     model = str(inputs.loaded.settings.model)
     name = Path(model).resolve().name if inputs.checkpoint and inputs.checkpoint.is_local else model
-    extra = inputs.loaded.settings.served_model_name
-    return tuple(dict.fromkeys([*([extra] if extra else []), name, "default"]))
+    extra = (inputs.loaded.settings.served_model_name or "").split(",")
+    more = [one.strip() for one in extra if one.strip()]
+    return tuple(dict.fromkeys([*more, name, "default"]))
 
 
 def server_flags(inputs: PlanInputs) -> Choices:

@@ -71,17 +71,44 @@ def lint(
         schema = load_schema()
         found = [] if ids else lint_rules(root, schema)
         return found + [p for file in files for p in lint_file(file, root, schema)]
-    argvs = _command_lines(files, root)
-    schema, refusals = live_schema(python, [argv for _, _, argv in argvs])
+    lines = _command_lines(files, root)
+    schema, refusals = live_schema(python, [argv for _, _, argv in lines])
     problems = [
         Problem("nibble/engine/schema.json", "", difference)
         for difference in drift(load_schema(), schema)
     ]
     problems += [] if ids else lint_rules(root, schema)
-    problems += [p for file in files for p in lint_file(file, root, schema)]
+    return problems + _problems(files, root, schema, lines, refusals)
+
+
+CommandLine = tuple[str, str, list[str]]
+
+
+def all_command_lines(root: Path) -> list[CommandLine]:
+    """(file, key path, argv of `vllm serve`) of every recipe."""
+    return _command_lines(_files(root, ()), root)
+
+
+def lint_for(
+    root: Path, schema: Schema, lines: Sequence[CommandLine], refusals: Sequence[str | None]
+) -> list[Problem]:
+    """Problems of all recipes and rules with another vLLM: its schema, and what its parser
+    refuses of `lines`.
+    """
+    return lint_rules(root, schema) + _problems(_files(root, ()), root, schema, lines, refusals)
+
+
+def _problems(
+    files: Iterable[Path],
+    root: Path,
+    schema: Schema,
+    lines: Sequence[CommandLine],
+    refusals: Sequence[str | None],
+) -> list[Problem]:
+    problems = [p for file in files for p in lint_file(file, root, schema)]
     told = {p.file for p in problems}
     # Where a check above names the mistake, the parser's long message is redundant.
-    for (file, where, _), refusal in zip(argvs, refusals, strict=True):
+    for (file, where, _), refusal in zip(lines, refusals, strict=True):
         if refusal and file not in told:
             problems.append(
                 Problem(file, where, f"vLLM's own parser refuses the command: {refusal}")

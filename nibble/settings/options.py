@@ -14,6 +14,7 @@ from nibble.settings.declare import Option, option_of
 from nibble.settings.groups.cluster import ClusterOptions
 from nibble.settings.groups.engine import EngineOptions
 from nibble.settings.groups.files import FilesOptions
+from nibble.settings.groups.fleet import FleetOptions
 from nibble.settings.groups.model import ModelOptions
 from nibble.settings.groups.requests import RequestsOptions
 from nibble.settings.groups.server import ServerOptions
@@ -25,6 +26,7 @@ class Settings(
     ClusterOptions,
     EngineOptions,
     RequestsOptions,
+    FleetOptions,
     ServerOptions,
     ModelOptions,
     BaseSettings,

@@ -50,6 +50,7 @@ class Loaded:
     notices: tuple[str, ...]
 
 
+MODELS = "models"  # the table of several models in the user's file
 DEFAULT = Origin("default", "nibble's default")
 
 
@@ -166,6 +167,7 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
             expected="a TOML file",
             action="check NIBBLE_CONFIG",
         )
+    table.pop(MODELS, None)  # settings/models.py reads it
     args, env = table.pop("args", {}), table.pop("env", {})
     for key, value in (("args", args), ("env", env)):
         if not isinstance(value, dict):
@@ -178,7 +180,7 @@ def _file_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, s
             )
     for key in table:
         if key not in Settings.model_fields:
-            hint = closest(key, [*Settings.model_fields, "args", "env"])
+            hint = closest(key, [*Settings.model_fields, "args", "env", MODELS])
             raise NibbleError(
                 ExitCode.CONFIG,
                 what=f"{path} has the unknown key {key!r}",

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,13 +165,13 @@ def _retry_headers(state: State) -> tuple[Header, ...]:
 class Gate:
     """ASGI middleware around vLLM's app; see the docstring of the module."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, environ: Mapping[str, str] = os.environ) -> None:
         self.app = app
-        self._key = os.environ.get("NIBBLE_API_KEY", "").encode()
-        self._control = os.environ.get("NIBBLE_GATE_CONTROL", "")
-        self._internal = os.environ.get("NIBBLE_GATE_INTERNAL", "").encode()
-        self._state = GateState.open(os.environ.get("NIBBLE_GATE_STATE", ""))
-        self._guard = RequestGuard()
+        self._key = environ.get("NIBBLE_API_KEY", "").encode()
+        self._control = environ.get("NIBBLE_GATE_CONTROL", "")
+        self._internal = environ.get("NIBBLE_GATE_INTERNAL", "").encode()
+        self._state = GateState.open(environ.get("NIBBLE_GATE_STATE", ""))
+        self._guard = RequestGuard(environ)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
@@ -182,7 +182,7 @@ class Gate:
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
         path = router_path(scope)
-        answer = judge(verb, path, is_canonical(scope), caller, *self._state.get())
+        answer = self._judge(verb, path, is_canonical(scope), caller)
         if answer is None and path in DATA_PATHS:
             answer = await self._page_data(path)
         if answer is None:
@@ -194,8 +194,11 @@ class Gate:
                 return await self._guarded(forwarded, receive, send)
             return await self.app(forwarded, receive, send)
         if kind == "http":
-            return await _send_http(send, answer, with_body=verb != "HEAD")
-        return await _refuse_websocket(scope, receive, send, answer)
+            return await send_http(send, answer, with_body=verb != "HEAD")
+        return await refuse_websocket(scope, receive, send, answer)
+
+    def _judge(self, verb: str, path: str, canonical: bool, caller: Caller) -> Answer | None:
+        return judge(verb, path, canonical, caller, *self._state.get())
 
     async def _page_data(self, path: str) -> Answer:
         body = await ask_control(self._control, path)
@@ -207,7 +210,7 @@ class Gate:
             try:
                 receive = await self._guard.check(router_path(scope), scope, receive, held)
             except Refused as refused:
-                return await _send_http(
+                return await send_http(
                     send, error_answer(refused.status, refused.kind, str(refused))
                 )
             except Disconnected:
@@ -266,7 +269,8 @@ def _uncompressed(scope: Scope) -> Scope:
     return {**scope, "headers": kept}
 
 
-async def _send_http(send: Send, answer: Answer, with_body: bool = True, prefix: str = "") -> None:
+async def send_http(send: Send, answer: Answer, with_body: bool = True, prefix: str = "") -> None:
+    """Send an answer of the gate; `prefix` is for the refusal of a websocket."""
     headers = [
         (b"content-type", answer.content_type),
         (b"content-length", str(len(answer.body)).encode()),
@@ -278,13 +282,13 @@ async def _send_http(send: Send, answer: Answer, with_body: bool = True, prefix:
     await send({"type": f"{prefix}http.response.body", "body": answer.body if with_body else b""})
 
 
-async def _refuse_websocket(scope: Scope, receive: Receive, send: Send, answer: Answer) -> None:
+async def refuse_websocket(scope: Scope, receive: Receive, send: Send, answer: Answer) -> None:
     """Refuse before the handshake: with the HTTP answer if the server supports it, as uvicorn does,
     else with a close code.
     """
     if (await receive())["type"] != "websocket.connect":
         return
     if "websocket.http.response" in (scope.get("extensions") or {}):
-        return await _send_http(send, answer, prefix="websocket.")
+        return await send_http(send, answer, prefix="websocket.")
     code = 1013 if answer.status == 503 else 1008  # RFC 6455: try again later, policy violation
     await send({"type": "websocket.close", "code": code, "reason": ""})

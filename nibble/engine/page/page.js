@@ -155,6 +155,32 @@ function kernels(ran) {
     .map(([name, layers]) => `${part}: ${name} in ${layers} layers`)).join("; ");
 }
 
+function showModels(models) {
+  by("models-card").hidden = by("chat-models").hidden = !models;
+  by("plan-card").hidden = Boolean(models); // each model has its own: nibble plan MODEL
+  if (!models) return;
+  by("models").replaceChildren(...models.map((one) => {
+    const row = make("tr"), head = make("th", one.names.join(", "));
+    head.scope = "row";
+    const level = { ready: "green", failed: "red", holding: "red" }[one.state] || "";
+    const isBusy = one.state === "loading" && one.phase;
+    const left = isBusy && one.eta_s != null ? `, about ${duration(one.eta_s)} left` : "";
+    const state = make("td", isBusy ? `${one.state}: ${one.phase}${left}` : one.state, level);
+    if (one.reason) state.append(make("small", ` ${one.reason}`));
+    const rate = one.traffic ? one.traffic.generated_tokens_per_s : null;
+    row.append(head, state, make("td", gib(one.total_bytes), "number"),
+      make("td", number(one.running), "number"), make("td", number(one.waiting), "number"),
+      make("td", number(rate, 1), "number"),
+      make("td", one.canary ? one.canary.verdict : NONE, verdictLevel(one.canary?.verdict)));
+    return row;
+  }));
+  const names = models.map((one) => one.names[0]), select = by("chat-model");
+  if (select.dataset.shown !== names.join()) {
+    select.dataset.shown = names.join();
+    select.replaceChildren(...names.map((name) => make("option", name)));
+  }
+}
+
 function showPlan(plan) {
   by("plan").replaceChildren(...["choices", "args", "env"].flatMap((group) =>
     Object.entries(plan[group] || {}).map(([name, choice]) => {
@@ -202,6 +228,7 @@ function show(live) {
   setText(by("model"), (live.served_names || []).join(", "));
   showProblems(live.problems);
   showStart(live);
+  showModels(live.models);
   showTraffic(live);
   showFacts(live);
   by("send").disabled = live.state !== "ready" || asking !== null;
@@ -266,7 +293,7 @@ by("chat").addEventListener("submit", async (event) => {
 });
 
 async function ask(question, add, signal) {
-  const body = JSON.stringify({ model: "default", stream: true, max_tokens: 512,
+  const body = JSON.stringify({ model: by("chat-model").value || "default", stream: true, max_tokens: 512,
     messages: [{ role: "user", content: question }] });
   const answer = await fetch("v1/chat/completions", { method: "POST", body, signal,
     headers: { ...headers(), "Content-Type": "application/json" } });

@@ -34,7 +34,8 @@ class ModelOptions(BaseModel):
     served_model_name: str | None = option(
         None,
         "Model",
-        "Additional name of the model, beside its id and `default`.",
+        "Additional name of the model, or several separated by commas, beside its id and"
+        " `default`.",
         "NIBBLE_SERVED_MODEL_NAME",
         flag="--served-model-name",
         expected="a name",

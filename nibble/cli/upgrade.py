@@ -1,0 +1,268 @@
+"""`nibble upgrade --check`: what a newer vLLM would change here, before anything is installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nibble.cli.common import say
+from nibble.engine.installed import vllm_version
+from nibble.engine.live_schema import live_schema
+from nibble.engine.patching.diff import DiffError, apply
+from nibble.engine.patching.series import Series, load_series
+from nibble.engine.patching.status import Line, look
+from nibble.engine.patching.tree import Tree, open_tree
+from nibble.engine.schema import Schema, load_schema
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.paths import root
+from nibble.plan.gather import plan_for, read_wishes, with_default_model
+from nibble.recipes.lint import all_command_lines, lint_for
+from nibble.recipes.recipe import Problem
+
+_VERSION = re.compile(r"\d+(\.\d+){1,3}([a-z]+\d+)?(\.post\d+)?")
+_REQUIRES = re.compile(r"^Requires-Dist: (flashinfer-python==[^ ;]+)", re.MULTILINE)
+_OF_SERIES = "patch vllm/"
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """What the newer vLLM makes of one model's plan: what it refuses, and defaults of flags that
+    the plan leaves to vLLM.
+    """
+
+    model: str
+    refusals: tuple[str, ...]
+    defaults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings. `patches` are rows that a patch fixes, with their state in the newer tree;
+    `to_port` names the patches of those rows whose lines are not there any more.
+    """
+
+    installed: str
+    newer: str
+    to_port: tuple[str, ...]
+    patches: tuple[Line, ...]
+    others: tuple[Line, ...]
+    recipes: tuple[Problem, ...]
+    models: tuple[ModelChange, ...]
+
+    @property
+    def in_the_way(self) -> int:
+        """Findings that have to be resolved before an upgrade."""
+        needed = [line for line in (*self.patches, *self.others) if not line.in_order]
+        return len(needed) + len(self.recipes) + sum(len(one.refusals) for one in self.models)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return asdict(self) | {"in_the_way": self.in_the_way}
+
+
+def require_check(is_set: bool) -> None:
+    """Raise USAGE without --check: an image or an environment is upgraded from outside."""
+    if not is_set:
+        raise NibbleError(
+            ExitCode.USAGE,
+            what="`nibble upgrade` has no --check",
+            expected="--check",
+            action="see docs/operations.md (Upgrading) for the upgrade itself",
+        )
+
+
+def check(
+    models: Sequence[str], to: str | None, tree: Path | None, environ: Mapping[str, str]
+) -> Report:
+    """Compare the installed vLLM with `tree`, else with release `to` (None: the newest) of the
+    package index. Raises VERIFY where that cannot be had.
+    """
+    if to is not None and not _VERSION.fullmatch(to):
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"--to is {to!r}",
+            expected="a release of vLLM, such as 0.33.0",
+            action="correct it",
+        )
+    plans = _plans(models, environ)
+    with _newer_tree(to, tree) as newer, tempfile.TemporaryDirectory() as scratch:
+        say(f"vLLM {newer.version}: running the probes of every patch")
+        lines = look(newer)
+        needed = {line.fix.removeprefix(_OF_SERIES) for line in lines if line.word == "needed"}
+        to_port = unfit(load_series("vllm"), newer, needed)
+        say("asking its parser about every recipe and plan")
+        recipe_lines = all_command_lines(root())
+        argvs = [argv for _, _, argv in recipe_lines] + [argv for _, argv in plans]
+        overlay = _as_cpu_build(Path(scratch), newer.release)
+        schema, refusals = live_schema(argvs=argvs, path=[overlay, newer.root])
+        of_recipes, of_plans = refusals[: len(recipe_lines)], refusals[len(recipe_lines) :]
+        recipes = lint_for(root(), schema, recipe_lines, of_recipes)
+    old = load_schema()
+    changes = [
+        ModelChange(
+            model,
+            (refusal,) if refusal else (),
+            tuple(changed_defaults(old, schema, argv)),
+        )
+        for (model, argv), refusal in zip(plans, of_plans, strict=True)
+    ]
+    return Report(
+        vllm_version(),
+        newer.version,
+        tuple(to_port),
+        tuple(line for line in lines if line.fix.startswith("patch ")),
+        tuple(line for line in lines if not line.fix.startswith("patch ")),
+        tuple(recipes),
+        tuple(changes),
+    )
+
+
+def unfit(series: Series, tree: Tree, names: Collection[str]) -> list[str]:
+    """Those of the named patches that do not apply to the tree, each after the ones before."""
+    texts: dict[str, str] = {}
+    found = []
+    for patch in (patch for patch in series.patches if patch.name in names):
+        try:
+            for change in patch.changes:
+                text = texts.get(change.path) or tree.text(change.path)
+                texts[change.path] = apply(text, change)
+        except (OSError, DiffError):
+            found.append(patch.name)
+    return found
+
+
+def changed_defaults(old: Schema, new: Schema, argv: Sequence[str]) -> Iterator[str]:
+    """Flags that `argv` does not set and whose default differs: the plan's silent changes."""
+    given = {spec.name for word in argv if (spec := old.flag(word.partition("=")[0]))}
+    for spec in old.flags():
+        other = new.flag(spec.name)
+        if spec.name not in given and other is not None and other.default != spec.default:
+            yield f"{spec.name}: {spec.default!r} -> {other.default!r}"
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """The report for people."""
+    yield f"vLLM {report.installed} -> {report.newer}"
+    counts: dict[str, list[str]] = {}
+    for line in report.patches:
+        counts.setdefault(line.word, []).append(line.id)
+    yield "patches  " + "; ".join(f"{len(ids)} {word}" for word, ids in counts.items())
+    for word, ids in counts.items():
+        yield f"         {word}: {', '.join(ids)}"
+    if "needed" in counts:
+        yield f"         to port, since their lines changed: {', '.join(report.to_port) or 'none'}"
+    for line in report.others:
+        if not line.in_order:
+            yield f"         {line.id} {line.word}: {line.title}: {line.detail}"
+    yield f"recipes  {len(report.recipes)} problem(s)"
+    yield from _cut([f"         {problem.line()}" for problem in report.recipes])
+    for model in report.models:
+        yield f"plan     {model.model}: {'refused' if model.refusals else 'accepted'}"
+        yield from (f"         {refusal}" for refusal in model.refusals)
+        yield f"         {len(model.defaults)} defaults of vLLM differ"
+        yield from _cut([f"         {default}" for default in model.defaults])
+    yield (
+        f"{report.in_the_way} finding(s) to resolve before an upgrade"
+        if report.in_the_way
+        else "nothing is in the way of an upgrade"
+    )
+
+
+def _cut(lines: Sequence[str]) -> Iterator[str]:
+    yield from lines[:_MOST_SHOWN]
+    if len(lines) > _MOST_SHOWN:
+        yield f"         and {len(lines) - _MOST_SHOWN} more (--json has all)"
+
+
+def _plans(models: Sequence[str], environ: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """(model, argv after `serve`) of the named models, else of the running server, else of MODEL
+    or the default.
+    """
+    if not models and (running := _of_running_server(environ)):
+        return running
+    found = []
+    for name in models or ("",):
+        asked = with_default_model(read_wishes([name] if name else [], environ))
+        plan = plan_for(asked)
+        found.append((str(plan.settings.model), plan.argv()[1:]))
+    return found
+
+
+def _of_running_server(environ: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    from nibble.cli.status import read_status
+
+    try:
+        status = read_status(environ)
+    except NibbleError:
+        return []
+    plans = [status] if "plan" in status else status.get("models", [])
+    return [
+        (plan["served_names"][0], list(plan["command"][2:]))
+        for one in plans
+        if (plan := one.get("plan"))
+    ]
+
+
+@contextmanager
+def _newer_tree(to: str | None, tree: Path | None) -> Iterator[Tree]:
+    if tree is not None:
+        yield open_tree(tree)
+        return
+    with tempfile.TemporaryDirectory(prefix="nibble-upgrade-") as scratch:
+        folder = Path(scratch)
+        _unpack("vllm" if to is None else f"vllm=={to}", folder)
+        found = next(folder.glob("tree/vllm-*.dist-info/METADATA"), None)
+        required = _REQUIRES.search(found.read_text()) if found else None
+        if required:
+            _unpack(required[1], folder)
+        yield open_tree(folder / "tree")
+
+
+def _unpack(requirement: str, folder: Path) -> None:
+    """Unpack the wheel that pip would install."""
+    say(f"downloading {requirement}")
+    wheels = folder / "wheels"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
+            *("--disable-pip-version-check", "--only-binary=:all:", "--dest", str(wheels)),
+            requirement,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wheel = next(wheels.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise NibbleError(
+            ExitCode.VERIFY,
+            what=f"{requirement} cannot be downloaded: {last}",
+            expected="a package index that has it",
+            action="correct --to, or name an unpacked wheel with --tree",
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "tree")
+    wheel.unlink()
+
+
+def _as_cpu_build(folder: Path, release: str) -> Path:
+    """A folder that makes the tree's vLLM a CPU build: its parser then needs no GPU.
+
+    vLLM takes its platform from the version of its metadata (vllm 0.32 platforms/__init__.py
+    cpu_platform_plugin).
+    """
+    version = f"{release}+cpu"
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder

@@ -1,0 +1,1 @@
+"""Several models on one port: budgets, engines, and the loop that loads and unloads them."""

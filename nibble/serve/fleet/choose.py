@@ -1,0 +1,47 @@
+"""Decides which model to load next and which to unload for it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that takes memory: it loads, serves or is being unloaded."""
+
+    model: str
+    total_bytes: int
+    running: int
+    last_used_s: float
+    stays: bool
+    is_ready: bool
+
+
+def to_unload(
+    loaded: Sequence[Loaded], wanted_bytes: int, allowed_bytes: int
+) -> tuple[str, ...] | None:
+    """The models to unload so that `wanted_bytes` fit; empty if they fit now, None if they cannot
+    for the moment.
+
+    Idle models go before busy ones, and among them the one whose last request ended first. No
+    model goes whose bytes the others' already give.
+    """
+    free_bytes = allowed_bytes - sum(one.total_bytes for one in loaded)
+    order = sorted(
+        (one for one in loaded if one.is_ready and not one.stays),
+        key=lambda one: (one.running > 0, one.last_used_s),
+    )
+    chosen: list[Loaded] = []
+    for one in order:
+        if free_bytes >= wanted_bytes:
+            break
+        chosen.append(one)
+        free_bytes += one.total_bytes
+    if free_bytes < wanted_bytes:
+        return None
+    for one in reversed(chosen):  # the most recently used first
+        if free_bytes - one.total_bytes >= wanted_bytes:
+            chosen.remove(one)
+            free_bytes -= one.total_bytes
+    return tuple(one.model for one in chosen)
