@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nibble import __version__
-from nibble.cli import cache, cluster, patches, recipes
+from nibble.cli import cache, cluster, evaluate, patches, recipes
 from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
 from nibble.cli.failures import guarded
 from nibble.errors import ExitCode
@@ -405,6 +405,9 @@ def soak(
     from nibble.cli.soak import soak as run
 
     raise typer.Exit(run(url, minutes, concurrency, model, out, dict(os.environ), as_json))
+
+
+app.command(evaluate.VERB)(evaluate.evaluate)
 
 
 @app.command()
