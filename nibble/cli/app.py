@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nibble import __version__
-from nibble.cli import cache, cluster, evaluate, patches, recipes
+from nibble.cli import cache, cluster, evaluate, patches, recipes, trace
 from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
 from nibble.cli.failures import guarded
 from nibble.errors import ExitCode
@@ -408,6 +408,7 @@ def soak(
 
 
 app.command(evaluate.VERB)(evaluate.evaluate)
+app.command(trace.VERB)(trace.trace)
 
 
 @app.command()

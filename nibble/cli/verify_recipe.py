@@ -50,9 +50,7 @@ def verify(
     prompt_tokens: Annotated[
         str | None, typer.Option(help="Prompt lengths. Default: 128,1024.")
     ] = None,
-    output_tokens: Annotated[
-        str | None, typer.Option(help="Output lengths. Default: 128.")
-    ] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Output lengths. Default: 128.")] = None,
     rounds: Annotated[
         int, typer.Option(min=1, max=100, help="Rounds of the whole sweep after a warm-up.")
     ] = 3,

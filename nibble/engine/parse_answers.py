@@ -100,9 +100,7 @@ def _pieces(tokenizer: Any, text: str, size: int) -> Iterator[tuple[str, list[in
         before, held = now, []
 
 
-def _streamed(
-    parser: Any, request: Any, pieces: Sequence[tuple[str, list[int]]]
-) -> dict[str, Any]:
+def _streamed(parser: Any, request: Any, pieces: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
     calls: dict[int, list[str]] = {}
     content = ""
     for place, (text, ids) in enumerate(pieces):

@@ -131,7 +131,8 @@ def kl(reference: Mapping[int, float], other: Mapping[int, float]) -> float:
         return math.inf
     found = sum(math.exp(reference[token]) * (reference[token] - other[token]) for token in both)
     rests = [
-        max(_SMALLEST, 1 - sum(math.exp(one[token]) for token in both)) for one in (reference, other)
+        max(_SMALLEST, 1 - sum(math.exp(one[token]) for token in both))
+        for one in (reference, other)
     ]
     return max(0.0, found + rests[0] * math.log(rests[0] / rests[1]))
 

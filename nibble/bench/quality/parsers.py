@@ -11,7 +11,13 @@ from typing import Any
 from nibble.bench.about import clean_environ
 from nibble.bench.quality.outcome import Outcome
 from nibble.bench.quality.scripts import (
-    FORMS, PLAIN, SCRIPTS, TOKENS, TOOLS, Script, answer_of,
+    FORMS,
+    PLAIN,
+    SCRIPTS,
+    TOKENS,
+    TOOLS,
+    Script,
+    answer_of,
 )  # fmt: skip
 from nibble.errors import ExitCode, NibbleError
 
@@ -37,9 +43,7 @@ def run_scripts(parsers: Sequence[str], environ: Mapping[str, str]) -> list[Outc
             action="correct --parsers",
         )
     order = [(parser, name) for parser in parsers for name in SCRIPTS]
-    cases = [
-        {"parser": parser, "text": answer_of(parser, SCRIPTS[name])} for parser, name in order
-    ]
+    cases = [{"parser": parser, "text": answer_of(parser, SCRIPTS[name])} for parser, name in order]
     found = _ask({"tokens": TOKENS, "tools": TOOLS, "cases": cases}, environ)
     return [
         Outcome(f"{parser}: {name}, {_WAYS[way]}", *judge(SCRIPTS[name], answer))

@@ -113,7 +113,11 @@ def task_file(task: Task) -> dict[str, Any]:
         }
     exact = {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
     last = [
-        {"function": "regex", "group_select": -1, "regex_pattern": r"(-?[0-9][0-9,]*(?:\.[0-9]+)?)"},
+        {
+            "function": "regex",
+            "group_select": -1,
+            "regex_pattern": r"(-?[0-9][0-9,]*(?:\.[0-9]+)?)",
+        },
         {"function": "take_first"},
     ]
     return shared | {
@@ -183,9 +187,7 @@ def harness_words(
     ]
 
 
-def read_scores(
-    found: Mapping[str, Any], tasks: Sequence[Task], limit: int | None
-) -> list[Score]:
+def read_scores(found: Mapping[str, Any], tasks: Sequence[Task], limit: int | None) -> list[Score]:
     """Scores from the harness's results. Raises INTERNAL where they lack one. Pure."""
     scores = []
     for task in tasks:

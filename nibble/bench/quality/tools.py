@@ -229,9 +229,7 @@ def has_tools(endpoint: Endpoint, served: Served) -> bool:
     return not (status == 400 and b"tool" in answer)
 
 
-def ask(
-    endpoint: Endpoint, served: Served, body: Mapping[str, Any], streams: bool
-) -> Message:
+def ask(endpoint: Endpoint, served: Served, body: Mapping[str, Any], streams: bool) -> Message:
     """The answer. Raises CONFIG where it is not one, OSError without an answer."""
     status, answer = _post(endpoint, served, {"max_tokens": _MAX_TOKENS, **body}, streams)
     if status in (429, 503):
