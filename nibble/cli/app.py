@@ -350,12 +350,23 @@ def bench(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Other server to measure in turns: stock (`vllm serve` with the same checkpoint)."
+            help="Other server to measure in turns, with the same model: stock (`vllm serve`),"
+            " sglang or llama.cpp."
         ),
     ] = None,
     stock_flags: Annotated[
         str, typer.Option(help="Flags of `vllm serve` for --against stock, as one word.")
     ] = "",
+    peer_flags: Annotated[
+        str, typer.Option(help="Flags of the server that --against names, as one word.")
+    ] = "",
+    peer_program: Annotated[
+        str | None,
+        typer.Option(help="Python that has SGLang, or llama-server. Default: this one, PATH."),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The model's weights for --against llama.cpp.")
+    ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(help="Earlier results.json; exits with 6 if this run is slower beyond noise."),
@@ -374,7 +385,7 @@ def bench(
 
     wishes = Wishes(
         url, model, prompt_tokens, output_tokens, concurrency, rounds, requests, tokenizer,
-        against, stock_flags, compare, out,
+        against, stock_flags, peer_flags, peer_program, gguf, compare, out,
     )  # fmt: skip
     raise typer.Exit(run(wishes, dict(os.environ), as_json))
 

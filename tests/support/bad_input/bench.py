@@ -1,4 +1,4 @@
-"""Rows about `nibble bench`, `soak`, `eval` and `trace`: what they refuse before they ask a server."""
+"""Rows about `nibble bench`, `soak`, `eval` and `trace`: refusals before they ask a server."""
 
 from __future__ import annotations
 
@@ -56,6 +56,16 @@ def bench_rows() -> list[Row]:
             "--…; correct …",
             Case(("bench", "--against", "other")),
             Case(("bench", "--against", "stock", "--stock-flags", "'one")),
+            Case(("bench", "--against", "sglang", "--peer-flags", "'one")),
+        ),
+        row(
+            "bench-gguf",
+            "`nibble bench --against llama.cpp` without the model as GGUF",
+            2,
+            "--against llama.cpp needs a GGUF file, and --gguf names …; expected the model's"
+            " weights as GGUF; llama.cpp loads no other checkpoint; name the file with --gguf",
+            Case(("bench", "--against", "llama.cpp")),
+            Case(("bench", "--against", "llama.cpp", "--gguf", "{tmp}/none.gguf")),
         ),
         row(
             "bench-compare-file",
