@@ -106,7 +106,9 @@ def test_a_server_is_its_own_reference_and_its_answers_follow_schemas(
     record = str(tmp_path / "reference.json")
     code, _, err = run(server, "eval", "--record", record)
     assert code == 0, err
-    code, text, err = run(server, "eval", "--against", record, "--tools", "--json")
+    code, text, err = run(
+        server, "eval", "--against", record, "--tools", "--min-tools", "0.6", "--json"
+    )
     found = json.loads(text)
     assert code == 0, found["failures"]
     assert found["parity"]["top1"] == 1 and found["parity"]["kl_nats"] < 1e-3
