@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nibble.serve.endpoint import Endpoint
+from tests.support import prometheus
 from tests.support.paths import ROOT
 from tests.support.servers.serving import Server
 
@@ -140,6 +141,23 @@ def test_a_profile_has_the_steps_asked_for_and_nibbles_operators(
     assert any(one["name"].startswith("nibble::") for one in found["kernels"])
     assert {path.name for path in out.iterdir()} == {"trace.json", "trace.txt", "perfetto.json.gz"}
     assert "operator (own time)" in text
+
+
+def test_prometheus_reads_the_server_and_evaluates_every_alert(
+    server: Server, tmp_path: Path
+) -> None:
+    prometheus.check(tmp_path)
+    dashboard = json.loads((ROOT / "docker/metrics/grafana/dashboards/nibble.json").read_text())
+    # Kinds that only a GPU has
+    panels = [one for one in dashboard["panels"] if not one["title"].startswith("GPU")]
+    with prometheus.scraping(tmp_path, server.port, KEY) as url:
+        (up,) = prometheus.query(url, 'up{job="nibble"} == 1')
+        assert up["metric"]["instance"].endswith(f":{server.port}")
+        for panel in panels:
+            for target in panel["targets"]:
+                expression = target["expr"].replace("$instance", ".*")
+                assert prometheus.query(url, expression), panel["title"]
+        assert set(prometheus.alerts(url).values()) == {"ok"}
 
 
 def until_measured(file: Path) -> dict[str, Any]:

@@ -26,8 +26,10 @@ STATUS = {
          "resume_from_bytes"), 1),
 }  # fmt: skip
 GPU = GpuState(0, 0, 1000, 2000, 100.0, 200.0, 50, 10, 0)
-ALERTS = {"NotReady", "CanaryFailed", "WatchdogPaused", "KVCacheFull", "SlowFirstToken", "Throttled",
-          "FailedStarts"}  # fmt: skip
+ALERTS = {
+    *("NotReady", "CanaryFailed", "WatchdogPaused", "KVCacheFull", "SlowFirstToken", "Throttled"),
+    "FailedStarts",
+}
 
 
 def known() -> set[str]:
