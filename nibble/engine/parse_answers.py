@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 PIECES = (1, 5)
@@ -71,9 +71,10 @@ def _parser(tokenizer: Any, tools: Any, name: str) -> tuple[Any, Any]:
     reasoning = name if name in FRAMED else None
     made = ParserManager.get_parser(name, reasoning, enable_auto_tools=True)
     assert made is not None
+    known: Any = request.tools
     # Thinking off, as its end would be part of the answer
     kwargs = {"enable_thinking": False, "thinking": False}
-    return request, made(tokenizer, request.tools, chat_template_kwargs=kwargs)
+    return request, made(tokenizer, known, chat_template_kwargs=kwargs)
 
 
 def _whole(parser: Any, request: Any, text: str, tokenizer: Any) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def _streamed(parser: Any, request: Any, pieces: Sequence[tuple[str, list[int]]]
     return {"calls": [calls[at] for at in sorted(calls)], "content": content}
 
 
-def _join(known: list[str], delta: Mapping[str, Any] | Any) -> None:
+def _join(known: list[str], delta: Any) -> None:
     known[0] += delta.name or ""
     known[1] += delta.arguments or ""
 
