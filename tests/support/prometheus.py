@@ -31,15 +31,18 @@ def programs() -> Path:
     if found := shutil.which("promtool"):
         return Path(found).parent
     folder = Path(tempfile.gettempdir()) / "nibble-prometheus"
-    if not (folder / "usr/bin/promtool").is_file():
-        with tempfile.TemporaryDirectory() as scratch:
-            words = ["apt-get", "download", "-o", "APT::Sandbox::User=root", "prometheus"]
-            try:
-                subprocess.run(words, cwd=scratch, check=True, capture_output=True, timeout=120)
-                (package,) = Path(scratch).glob("*.deb")
-                subprocess.run(["dpkg-deb", "-x", package, folder], check=True, timeout=120)
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                pytest.skip(f"no Prometheus here: {error}")
+    if not folder.is_dir():
+        scratch = Path(tempfile.mkdtemp(prefix="nibble-prometheus-"))
+        words = ["apt-get", "download", "-o", "APT::Sandbox::User=root", "prometheus"]
+        try:
+            subprocess.run(words, cwd=scratch, check=True, capture_output=True, timeout=120)
+            (package,) = scratch.glob("*.deb")
+            subprocess.run(["dpkg-deb", "-x", package, scratch / "x"], check=True, timeout=120)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            pytest.skip(f"no Prometheus here: {error}")
+        with contextlib.suppress(OSError):  # another process was first
+            (scratch / "x").rename(folder)
+        shutil.rmtree(scratch, ignore_errors=True)
     return folder / "usr" / "bin"
 
 
