@@ -61,6 +61,8 @@ class Options:
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
     - compact_json: whether JSON by a schema has no blanks between its values.
+    - sparse_fp4: whether nibble's linear kernel packs weights that are 2:4 sparse
+      (nibble_kernels.nvfp4_sparse).
     - step_graph: whether a decode step runs from CUDA graphs as a whole (plugin/step_graph).
     """
 
@@ -70,6 +72,7 @@ class Options:
     moe_kernel: Kernel = "vllm"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"
+    sparse_fp4: Switch = "off"
     step_graph: Switch = "off"
 
     @property
