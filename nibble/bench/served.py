@@ -76,7 +76,7 @@ def read_models(endpoint: Endpoint, body: bytes) -> list[Served]:
     """The models of an answer to /v1/models. Raises ENGINE_DIED where it is not one."""
     try:
         return [
-            Served(one["id"], one.get("root") or one["id"], int(one["max_model_len"]))
+            Served(one["id"], one.get("root") or one["id"], _length(one))
             for one in json.loads(body)["data"]
         ]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -86,6 +86,11 @@ def read_models(endpoint: Endpoint, body: bytes) -> list[Served]:
             expected="a server of nibble or vLLM",
             action="correct the address, or PORT",
         ) from None
+
+
+def _length(model: Mapping[str, Any]) -> int:
+    """The context's length; llama.cpp gives that of the model's training."""
+    return int(model.get("max_model_len") or model["meta"]["n_ctx_train"])
 
 
 def choose(models: list[Served], wanted: str | None) -> Served:

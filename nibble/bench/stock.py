@@ -1,4 +1,4 @@
-"""Stock vLLM beside nibble's server: the same checkpoint and length, vLLM's own settings."""
+"""Another server beside nibble's: stock vLLM, SGLang or llama.cpp, with the same model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nibble.bench.about import clean_environ
@@ -20,6 +21,8 @@ from nibble.printable import printable
 from nibble.serve.endpoint import Endpoint
 
 NAME = "default"
+STOCK, SGLANG, LLAMA_CPP = PEERS = ("stock", "sglang", "llama.cpp")
+TITLES: Mapping[str, str] = {STOCK: "stock vLLM", SGLANG: "SGLang", LLAMA_CPP: "llama.cpp"}
 START_LIMIT_S, _END_S, _POLL_S = 1800.0, 30.0, 0.5
 
 
@@ -44,42 +47,91 @@ def stock_words(
     ]
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A server to start. `program` is a Python that has SGLang, or llama.cpp's `llama-server`;
+    `gguf` the weights for llama.cpp, `streams` how many requests it gets at the same time.
+    """
+
+    name: str
+    flags: Sequence[str] = ()
+    program: str = sys.executable
+    gguf: Path | None = None
+    streams: int = 1
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    def command(self, served: Served, port: int, kv_cache_bytes: int | None) -> list[str]:
+        """The whole command. Pure."""
+        if self.name == STOCK:
+            words = stock_words(served, port, kv_cache_bytes, self.flags)
+            return [self.program, "-m", "vllm.entrypoints.cli.main", *words]
+        if self.name == SGLANG:
+            return [
+                *(self.program, "-m", "sglang.launch_server", "--model-path", served.root),
+                *("--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
+                *("--context-length", str(served.max_model_len), *self.flags),
+            ]
+        return [
+            *(self.program, "--model", str(self.gguf), "--alias", NAME),
+            *("--host", "127.0.0.1", "--port", str(port), "--parallel", str(self.streams)),
+            # llama.cpp divides its context among the streams
+            *("--ctx-size", str(served.max_model_len * self.streams), *self.flags),
+        ]
+
+
 @contextlib.contextmanager
-def stock_vllm(
+def running(
+    peer: Peer,
     served: Served,
     kv_cache_bytes: int | None,
-    flags: Sequence[str],
     log: Path,
     environ: Mapping[str, str],
 ) -> Iterator[tuple[Endpoint, Served]]:
-    """`vllm serve` while the block runs. Raises ENGINE_DIED where it does not start."""
+    """The server while the block runs. Raises ENGINE_DIED where it does not start."""
     endpoint = Endpoint("127.0.0.1", free_port())
     with log.open("wb") as file:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main",
-             *stock_words(served, endpoint.port, kv_cache_bytes, flags)],
-            env=clean_environ(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True,
-            preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread runs yet
-        )  # fmt: skip
+        try:
+            child = subprocess.Popen(
+                peer.command(served, endpoint.port, kv_cache_bytes),
+                env=clean_environ(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - no thread runs yet
+            )  # fmt: skip
+        except OSError as error:
+            raise NibbleError(
+                ExitCode.CONFIG,
+                what=f"{peer.program} cannot be run ({error.strerror})",
+                expected=f"a program that starts {peer.title}",
+                action="correct --peer-program",
+            ) from None
     try:
-        _wait_until_ready(child, endpoint, log)
-        yield endpoint, find_served(endpoint, environ, "bench", NAME)
+        _wait_until_ready(child, peer, endpoint, log)
+        # A GGUF says only how long its training's context was
+        yield (
+            endpoint,
+            replace(
+                find_served(endpoint, environ, "bench", NAME), max_model_len=served.max_model_len
+            ),
+        )
     finally:
         _end(child)
 
 
-def _wait_until_ready(child: subprocess.Popen[bytes], endpoint: Endpoint, log: Path) -> None:
+def _wait_until_ready(
+    child: subprocess.Popen[bytes], peer: Peer, endpoint: Endpoint, log: Path
+) -> None:
     began = time.monotonic()
     while not is_alive(endpoint):
         if child.poll() is not None or time.monotonic() - began > START_LIMIT_S:
+            memory = "leave it memory beside nibble's server, such as with --stock-flags"
+            hint = f"; {memory} '--gpu-memory-utilization 0.4'" if peer.name == STOCK else ""
             raise NibbleError(
                 ExitCode.ENGINE_DIED,
-                what=f"stock vLLM did not start: {last_error(log.read_text(errors='replace'))}",
-                action=(
-                    f"see {log}; leave it memory beside nibble's server, such as with --stock-flags"
-                    " '--gpu-memory-utilization 0.4'"
-                ),
+                what=f"{peer.title} did not start: {last_error(log.read_text(errors='replace'))}",
+                action=f"see {log}{hint}",
             )
         time.sleep(_POLL_S)
 

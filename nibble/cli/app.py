@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nibble import __version__
-from nibble.cli import cache, cluster, patches, recipes
+from nibble.cli import cache, cluster, evaluate, patches, recipes, trace
 from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
 from nibble.cli.failures import guarded
 from nibble.errors import ExitCode
@@ -357,12 +357,23 @@ def bench(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Other server to measure in turns: stock (`vllm serve` with the same checkpoint)."
+            help="Other server to measure in turns, with the same model: stock (`vllm serve`),"
+            " sglang or llama.cpp."
         ),
     ] = None,
     stock_flags: Annotated[
         str, typer.Option(help="Flags of `vllm serve` for --against stock, as one word.")
     ] = "",
+    peer_flags: Annotated[
+        str, typer.Option(help="Flags of the server that --against names, as one word.")
+    ] = "",
+    peer_program: Annotated[
+        str | None,
+        typer.Option(help="Python that has SGLang, or llama-server. Default: this one, PATH."),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The model's weights for --against llama.cpp.")
+    ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(help="Earlier results.json; exits with 6 if this run is slower beyond noise."),
@@ -381,7 +392,7 @@ def bench(
 
     wishes = Wishes(
         url, model, prompt_tokens, output_tokens, concurrency, rounds, requests, tokenizer,
-        against, stock_flags, compare, out,
+        against, stock_flags, peer_flags, peer_program, gguf, compare, out,
     )  # fmt: skip
     raise typer.Exit(run(wishes, dict(os.environ), as_json))
 
@@ -412,6 +423,10 @@ def soak(
     from nibble.cli.soak import soak as run
 
     raise typer.Exit(run(url, minutes, concurrency, model, out, dict(os.environ), as_json))
+
+
+app.command(evaluate.VERB)(evaluate.evaluate)
+app.command(trace.VERB)(trace.trace)
 
 
 @app.command()

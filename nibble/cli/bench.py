@@ -1,4 +1,4 @@
-"""`nibble bench`: measures a running server, alone or beside stock vLLM, and shows the result."""
+"""`nibble bench`: measures a running server, alone or beside another, and shows the result."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nibble.bench.files import MARKDOWN, PLOT, open_folder, read_result, write_j
 from nibble.bench.result import Measured, Round, gather
 from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
 from nibble.bench.served import Served, find_served
-from nibble.bench.stock import stock_vllm
-from nibble.bench.sweep import Cell, make_sweep, read_lists
+from nibble.bench.stock import LLAMA_CPP, PEERS, Peer, running
+from nibble.bench.sweep import CONCURRENCIES, Cell, make_sweep, read_lists
 from nibble.cli.common import INTERRUPTED, say
 from nibble.cli.status import status_at
 from nibble.cli.tables import plain_table, wide_console
@@ -31,7 +31,8 @@ from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
 from nibble.serve.progress import stderr_is_terminal
 
 VERB = "bench"
-OURS, STOCK = SIDES = ("nibble", "stock")
+OURS = "nibble"
+SIDES = (OURS, *PEERS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class Wishes:
     tokenizer: str | None = None
     against: str | None = None
     stock_flags: str = ""
+    peer_flags: str = ""
+    peer_program: str | None = None
+    gguf: Path | None = None
     compare: Path | None = None
     out: Path | None = None
 
@@ -56,14 +60,7 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     """Measure and show; the exit code. Raises NibbleError, after what was measured is shown and
     written.
     """
-    if wishes.against not in (None, STOCK):
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=f"--against is {wishes.against!r}",
-            expected=STOCK,
-            action="correct --against",
-        )
-    _flags(wishes.stock_flags)
+    peer = _peer(wishes)
     lists = read_lists(wishes.prompts, wishes.outputs, wishes.concurrency)
     endpoint = endpoint_at(wishes.url, environ) if wishes.url else local_endpoint(environ)
     old = read_result(wishes.compare) if wishes.compare else None
@@ -80,11 +77,11 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     taken: list[tuple[str, Cell, Round]] = []
     with (
         _logs(wishes.out) as logs,
-        _sides(wishes, endpoint, served, plan, logs, environ) as sides,
+        _sides(peer, endpoint, served, plan, logs, environ) as sides,
         Driver(logs / "bench.log", environ) as driver,
     ):
         run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
-        about["sides"] = [_side_json(side, wishes, plan) for side in sides]
+        about["sides"] = [_side_json(side, peer, plan) for side in sides]
         order = steps(cells, sides, wishes.rounds)
         failure = _measure(run, order, taken, _keeper(wishes, about))
     found = _report(wishes, about, gather(taken, SIDES), failure, old)
@@ -96,13 +93,43 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     return _verdict(found)
 
 
-def _flags(text: str) -> list[str]:
+def _peer(wishes: Wishes) -> Peer | None:
+    """The other server that the user asks for. Raises USAGE where it cannot be one."""
+    if wishes.against is None:
+        return None
+    if wishes.against not in PEERS:
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"--against is {wishes.against!r}",
+            expected=", ".join(PEERS),
+            action="correct --against",
+        )
+    flags = [
+        *_flags(wishes.stock_flags, "--stock-flags"),
+        *_flags(wishes.peer_flags, "--peer-flags"),
+    ]
+    streams = read_lists(None, None, wishes.concurrency).concurrencies or CONCURRENCIES
+    if wishes.against != LLAMA_CPP:
+        return Peer(wishes.against, flags, wishes.peer_program or sys.executable)
+    if wishes.gguf is None or not wishes.gguf.is_file():
+        given = "nothing" if wishes.gguf is None else str(wishes.gguf)
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"--against {LLAMA_CPP} needs a GGUF file, and --gguf names {given}",
+            expected="the model's weights as GGUF; llama.cpp loads no other checkpoint",
+            action="name the file with --gguf",
+        )
+    program = wishes.peer_program or shutil.which("llama-server") or "llama-server"
+    return Peer(LLAMA_CPP, flags, program, wishes.gguf, max(streams))
+
+
+def _flags(text: str, option: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
         raise NibbleError(
             ExitCode.USAGE,
-            what=f"--stock-flags {text!r} cannot be split into words ({error})",
+            what=f"{option} {text!r} cannot be split into words ({error})",
             action="correct its quotes",
         ) from None
 
@@ -152,35 +179,35 @@ def _about(wishes: Wishes, endpoint: Endpoint, served: Served) -> dict[str, Any]
 
 @contextlib.contextmanager
 def _sides(
-    wishes: Wishes,
+    peer: Peer | None,
     endpoint: Endpoint,
     served: Served,
     plan: Mapping[str, Any],
     logs: Path,
     environ: Mapping[str, str],
 ) -> Iterator[list[Side]]:
-    """The servers that take part; stock vLLM runs while the block does."""
+    """The servers that take part; the peer runs while the block does."""
     ours = Side(OURS, endpoint, served)
-    if wishes.against is None:
+    if peer is None:
         yield [ours]
         return
     if not endpoint.is_local:
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"--against {STOCK} starts a server here, and {endpoint.address} is elsewhere",
+            what=f"--against {peer.name} starts a server here, and {endpoint.address} is elsewhere",
             expected="a server on this machine",
             action="run `nibble bench` where the server runs",
         )
-    say(f"stock vLLM starts with {served.root}")
-    cache, flags = _flag(plan, "--kv-cache-memory-bytes"), _flags(wishes.stock_flags)
-    with stock_vllm(served, cache, flags, logs / "stock.log", environ) as (other, model):
-        yield [ours, Side(STOCK, other, model)]
+    say(f"{peer.title} starts with {peer.gguf or served.root}")
+    cache = _flag(plan, "--kv-cache-memory-bytes")
+    with running(peer, served, cache, logs / f"{peer.name}.log", environ) as (other, model):
+        yield [ours, Side(peer.name, other, model)]
 
 
-def _side_json(side: Side, wishes: Wishes, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _side_json(side: Side, peer: Peer | None, plan: Mapping[str, Any]) -> dict[str, Any]:
     about = {"name": side.name, "url": side.endpoint.url, "model": side.served.name}
-    if side.name == STOCK:
-        return {**about, "flags": _flags(wishes.stock_flags)}
+    if peer is not None and side.name == peer.name:
+        return {**about, "flags": list(peer.flags), "gguf": peer.gguf and peer.gguf.name}
     return {**about, "command": plan.get("command")}
 
 
@@ -261,7 +288,7 @@ def _report(
     ended = "" if failure is None else str(failure) or "interrupted"
     found = words.Report(about, cells, ended)
     if wishes.against:
-        found = replace(found, against=STOCK, ratios=ratios(cells, OURS, STOCK))
+        found = replace(found, against=wishes.against, ratios=ratios(cells, OURS, wishes.against))
     if old is not None and failure is None:
         ours = tuple(one for one in cells if one.side == OURS)
         found = replace(found, compared=str(wishes.compare), changes=compare(old[1], ours))

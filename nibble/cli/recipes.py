@@ -1,4 +1,4 @@
-"""`nibble recipes list|show|lint`: what is known about serving a model on a target."""
+"""`nibble recipes list|show|lint|verify`: what is known about serving a model on a target."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from nibble.cli import verify_recipe
 from nibble.cli.common import Json, print_json
 from nibble.errors import ExitCode
 
@@ -49,3 +50,6 @@ def recipes_lint(
             print(problem.line())
         print(f"{len(problems)} problem(s)", file=sys.stderr)
     raise typer.Exit(ExitCode.VERIFY if problems else ExitCode.OK)
+
+
+app.command("verify")(verify_recipe.verify)

@@ -56,7 +56,12 @@ TOP_KEYS: Mapping[str, tuple[type, ...]] = {
     "args": (dict,),
     "env": (dict,),
     "target": (dict,),
+    "quality": (dict,),
 }
+# Thresholds of `nibble eval` for this model; bench/quality/thresholds.py has what they mean.
+QUALITY_KEYS: Mapping[str, tuple[type, ...]] = dict.fromkeys(
+    ("max_kl", "min_top1", "min_tools", "min_score"), (int, float)
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Recipe:
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     targets: Mapping[str, Section] = field(default_factory=dict)
+    quality: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,7 @@ def _recipe(model_id: str, path: Path, data: Mapping[str, Any]) -> Recipe:
         args=data.get("args", {}),
         env=data.get("env", {}),
         targets={name: _section(section) for name, section in data.get("target", {}).items()},
+        quality=data.get("quality", {}),
     )
 
 
@@ -225,6 +232,7 @@ def shape_problems(data: Mapping[str, Any], file: str) -> Iterator[Problem]:
     if not data["model"].get("id"):
         yield Problem(file, "model.id", "is missing")
     yield from _env_types(data.get("env", {}), file, "env")
+    yield from _keys(data.get("quality", {}), QUALITY_KEYS, file, "quality")
     targets = data.get("target", {})
     for name, section in targets.items() if isinstance(targets, dict) else ():
         where = f"target.{name}"

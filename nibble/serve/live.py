@@ -10,7 +10,7 @@ from typing import Any
 
 from nibble.engine.api import Api
 from nibble.engine.log import PHASES
-from nibble.machine.gpu_state import GpuState, gpu_states
+from nibble.machine.gpu_state import ALARMING, GpuState, gpu_states
 from nibble.serve.advice import advise
 from nibble.serve.traffic import CACHE_S, TrafficReader
 
@@ -81,7 +81,7 @@ class Live:
 
     def metrics(self) -> str:
         """nibble's own metrics in Prometheus's text format."""
-        return metrics_text(self._status(), self._failed_starts)
+        return metrics_text(self._status(), self._failed_starts, self._gpus.read())
 
     def _metrics_of_vllm(self) -> str | None:
         try:
@@ -96,10 +96,16 @@ def live_without_engine(status: Mapping[str, Any]) -> dict[str, Any]:
     return {**status, "traffic": None, "gpus": [], "problems": advise(status)}
 
 
-def metrics_text(status: Mapping[str, Any], failed_starts: int) -> str:
+def metrics_text(
+    status: Mapping[str, Any], failed_starts: int, gpus: Sequence[GpuState] = ()
+) -> str:
     """Gauges of nibble for Prometheus. Verdicts: 1 passed, 0 failed, -1 not compared or off."""
     lines: list[str] = []
-    for name, text, values in _gauges(status, failed_starts):
+    for name, text, values in (
+        *_gauges(status, failed_starts),
+        *_kernel_gauges(status),
+        *_gpu_gauges(gpus),
+    ):
         lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
         lines += [f"{name}{labels} {value}" for labels, value in values]
     return "\n".join(lines) + "\n"
@@ -131,3 +137,39 @@ def _gauges(status: Mapping[str, Any], failed_starts: int) -> Iterator[Gauge]:
     yield "nibble_failed_starts", about, [("", failed_starts)]
     uptime = "Seconds since this start began."
     yield "nibble_start_age_seconds", uptime, [("", status.get("seconds_since_start", 0.0))]
+
+
+def _kernel_gauges(status: Mapping[str, Any]) -> Iterator[Gauge]:
+    """Layers by the kernel that runs them, as the first worker reported."""
+    ran = (status.get("assertion", {}).get("ran") or ({},))[0]
+    layers = [
+        (f'{{part="{part}",kernel="{_label(name)}"}}', count)
+        for part in ("linear", "moe", "attention")
+        for name, count in ran.get(part, {}).items()
+    ]
+    if layers:
+        yield "nibble_kernel_layers", "Layers that a kernel computes.", layers
+
+
+def _gpu_gauges(gpus: Sequence[GpuState]) -> Iterator[Gauge]:
+    figures = (
+        ("celsius", "Temperature."),
+        ("watts", "Power."),
+        ("sm_mhz", "Clock of the multiprocessors."),
+        ("busy_percent", "Share of time with a kernel."),
+    )
+    for name, about in figures:
+        read = [(gpu.index, getattr(gpu, name)) for gpu in gpus]
+        values = [(f'{{gpu="{index}"}}', value) for index, value in read if value is not None]
+        if values:
+            yield f"nibble_gpu_{name}", f"{about} Of a GPU.", values
+    if gpus:
+        throttled = [
+            (f'{{gpu="{gpu.index}"}}', int(any(gpu.throttled_by & bit for bit in ALARMING)))
+            for gpu in gpus
+        ]
+        yield "nibble_gpu_throttled", "Whether heat or power slows a GPU.", throttled
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")

@@ -61,8 +61,6 @@ DENIED = {
     "/is_paused": _INSIDE,
     "/is_scaling_elastic_ep": _INSIDE,
     "/fault_tolerance/status": _INSIDE,
-    "/start_profile": "writes files and slows the engine",
-    "/stop_profile": "writes files and slows the engine",
     "/collective_rpc": "calls any method of the workers",
     "/sleep": _ENGINE,
     "/wake_up": _ENGINE,

@@ -1,4 +1,4 @@
-"""`nibble bench` and `nibble soak` against a real server: results, verdicts, errors."""
+"""`nibble bench`, `soak`, `eval` and `trace` with a real server: results, verdicts, errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nibble.serve.endpoint import Endpoint
+from tests.support import prometheus
 from tests.support.paths import ROOT
 from tests.support.servers.serving import Server
 
@@ -25,7 +26,9 @@ SWEEP = ("--prompt-tokens", "16", "--output-tokens", "8", "--concurrency", "1,2"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    running = Server(folder, ["serve", "nibble-demo-nvfp4"], NIBBLE_API_KEY=KEY)
+    profiler = json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder / "profiles")})
+    words = ["serve", "nibble-demo-nvfp4", "--profiler-config", profiler]
+    running = Server(folder, words, NIBBLE_API_KEY=KEY)
     try:
         yield running.wait_until_ready()
     finally:
@@ -96,6 +99,65 @@ def test_a_healthy_server_is_steady_under_every_kind_of_load(
         server.engine_pid
     }
     assert "verdict: steady" in text
+
+
+def test_a_server_is_its_own_reference_and_its_answers_follow_schemas(
+    server: Server, tmp_path: Path
+) -> None:
+    record = str(tmp_path / "reference.json")
+    code, _, err = run(server, "eval", "--record", record)
+    assert code == 0, err
+    code, text, err = run(
+        server, "eval", "--against", record, "--tools", "--min-tools", "0.6", "--json"
+    )
+    found = json.loads(text)
+    assert code == 0, found["failures"]
+    assert found["parity"]["top1"] == 1 and found["parity"]["kl_nats"] < 1e-3
+    names = [one["name"] for one in found["parts"]["tools"]["cases"]]
+    assert "JSON by a schema, streamed" in names
+    recording = json.loads(Path(record).read_text())
+    for place in recording["places"]:
+        for token in place:
+            place[token] = -1.0
+    Path(record).write_text(json.dumps(recording))
+    code, text, _ = run(server, "eval", "--against", record)
+    assert code == 6 and "verdict  failed" in text
+
+
+def test_scripted_answers_of_a_parser_pass_without_a_server(server: Server) -> None:
+    code, text, err = run(server, "eval", "--parsers", "hermes,openai")
+    assert code == 0, text + err
+    assert "18 of 18 cases passed" in text and "not run: openai" in text
+
+
+def test_a_profile_has_the_steps_asked_for_and_nibbles_operators(
+    server: Server, tmp_path: Path
+) -> None:
+    out = tmp_path / "trace"
+    code, text, err = run(server, "trace", "--steps", "5", "--out", str(out))
+    assert code == 0, err
+    found = json.loads((out / "trace.json").read_text())
+    assert found["steps"] == 5 and not found["on_gpu"]
+    assert any(one["name"].startswith("nibble::") for one in found["kernels"])
+    assert {path.name for path in out.iterdir()} == {"trace.json", "trace.txt", "perfetto.json.gz"}
+    assert "operator (own time)" in text
+
+
+def test_prometheus_reads_the_server_and_evaluates_every_alert(
+    server: Server, tmp_path: Path
+) -> None:
+    prometheus.check(tmp_path)
+    dashboard = json.loads((ROOT / "docker/metrics/grafana/dashboards/nibble.json").read_text())
+    # Kinds that only a GPU has
+    panels = [one for one in dashboard["panels"] if not one["title"].startswith("GPU")]
+    with prometheus.scraping(tmp_path, server.port, KEY) as url:
+        (up,) = prometheus.query(url, 'up{job="nibble"} == 1')
+        assert up["metric"]["instance"].endswith(f":{server.port}")
+        for panel in panels:
+            for target in panel["targets"]:
+                expression = target["expr"].replace("$instance", ".*")
+                assert prometheus.query(url, expression), panel["title"]
+        assert set(prometheus.alerts(url).values()) == {"ok"}
 
 
 def until_measured(file: Path) -> dict[str, Any]:

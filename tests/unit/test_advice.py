@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nibble.machine.gpu_state import GpuState
+from nibble.machine.gpu_state import ALARMING, GpuState
 from nibble.serve.advice import advise
 from nibble.serve.live import GpuReader, metrics_text
 
@@ -113,6 +114,21 @@ def test_metrics_tell_failed_paused_and_not_compared() -> None:
     assert "nibble_assertion_passed -1\n" in text
     assert "nibble_watchdog_paused 1\n" in text
     assert "nibble_ready 0\n" in text
+
+
+def test_metrics_have_gpus_and_the_kernels_that_run() -> None:
+    hot = dataclasses.replace(WELL, index=1, throttled_by=next(iter(ALARMING)))
+    ran = {"linear": {'a "b"': 7}, "moe": {}, "attention": {"TRITON": 2}}
+    status = {**READY, "assertion": {"verdict": "passed", "ran": [ran], "deviations": []}}
+    families = text_string_to_metric_families(metrics_text(status, 0, [WELL, hot]))
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert found["nibble_gpu_throttled", "0"] == 0 and found["nibble_gpu_throttled", "1"] == 1
+    assert found["nibble_gpu_celsius", "0"] == WELL.celsius
+    assert found["nibble_kernel_layers", "linear", 'a "b"'] == 7
 
 
 def test_a_driver_that_hangs_holds_up_no_page(monkeypatch: pytest.MonkeyPatch) -> None:

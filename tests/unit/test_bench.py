@@ -21,7 +21,7 @@ from nibble.bench.report import Report, change_lines, markdown, ratio_lines
 from nibble.bench.result import Measured, Round, gather, read_round
 from nibble.bench.run import Side, steps
 from nibble.bench.served import Served, find_served, fingerprint
-from nibble.bench.stock import last_error, stock_words
+from nibble.bench.stock import Peer, last_error, running, stock_words
 from nibble.bench.sweep import Cell, make_sweep, read_lists
 from nibble.errors import ExitCode
 from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
@@ -354,3 +354,29 @@ def test_the_stored_key_goes_to_this_machine_only(tmp_path: Path) -> None:
     given = environ | {"NIBBLE_API_KEY": "given-key"}
     assert endpoint_at("example.org:80", given).key == "given-key"
     assert "given" not in repr(endpoint_at("example.org:80", given))
+
+
+def test_each_peer_gets_model_length_and_streams() -> None:
+    served = Served("default", "/models/m", 512)
+    sglang = Peer("sglang", ["--tp", "2"], "py").command(served, 9, None)
+    assert sglang[:5] == ["py", "-m", "sglang.launch_server", "--model-path", "/models/m"]
+    assert sglang[-4:] == ["--context-length", "512", "--tp", "2"]
+    llama = Peer("llama.cpp", [], "llama-server", Path("m.gguf"), 4).command(served, 9, None)
+    assert llama[:3] == ["llama-server", "--model", "m.gguf"]
+    assert llama[-4:] == ["--parallel", "4", "--ctx-size", "2048"]
+
+
+def test_a_peer_that_cannot_load_the_checkpoint_is_named_with_its_reason(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho 'RuntimeError: unknown architecture nvfp4'\nexit 1\n")
+    program.chmod(0o755)
+    peer = Peer("llama.cpp", [], str(program), tmp_path / "m.gguf")
+
+    def start() -> None:
+        with running(peer, Served("d", "/m", 64), None, tmp_path / "log", {}):
+            pass
+
+    error = refusal_of(start, ExitCode.ENGINE_DIED)
+    assert "llama.cpp did not start: unknown architecture nvfp4" in error.line()
+    program.unlink()
+    assert "cannot be run" in refusal_of(start, ExitCode.CONFIG).line()

@@ -125,8 +125,9 @@ def test_what_is_exempt_stays_so_where_it_is_named() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_picture_of_the_readme_shows_the_results() -> None:
-    plot = root() / "benchmarks" / "plot_readme.py"
+@pytest.mark.parametrize("program", ["plot_readme.py", "plot_figures.py"])
+def test_pictures_and_figures_show_the_results(program: str) -> None:
+    plot = root() / "benchmarks" / program
     done = subprocess.run(
         [sys.executable, plot, "--check"], check=False, capture_output=True, text=True
     )

@@ -60,6 +60,9 @@ LISTED: dict[str, frozenset[str]] = {
     # Needed by evaluation and benchmark tools
     "/tokenize": _POST,
     "/detokenize": _POST,
+    # `nibble trace`; vLLM has them only where the owner set --profiler-config
+    "/start_profile": _POST,
+    "/stop_profile": _POST,
     # Reports
     "/version": _GET,
     "/metrics": _GET,

@@ -1,4 +1,4 @@
-"""Rows about `nibble bench` and `soak`: what they refuse before they ask a server."""
+"""Rows about `nibble bench`, `soak`, `eval` and `trace`: refusals before they ask a server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ def bench_rows() -> list[Row]:
     return [
         row(
             "bench-no-server",
-            "`nibble bench` or `soak` where no server runs",
+            "`nibble bench`, `soak`, `eval` or `trace` where no server runs",
             10,
             "no server answers at 127.0.0.1:… (Connection refused); expected a running server; …",
             Case(("bench",)),
             Case(("bench", "http://127.0.0.1:9")),
             Case(("soak", "--minutes", "1")),
+            Case(("eval",)),
+            Case(("eval", "http://127.0.0.1:9", "--tools")),
+            Case(("trace", "--out", "{tmp}/trace")),
         ),
         row(
             "bench-address",
@@ -53,6 +56,16 @@ def bench_rows() -> list[Row]:
             "--…; correct …",
             Case(("bench", "--against", "other")),
             Case(("bench", "--against", "stock", "--stock-flags", "'one")),
+            Case(("bench", "--against", "sglang", "--peer-flags", "'one")),
+        ),
+        row(
+            "bench-gguf",
+            "`nibble bench --against llama.cpp` without the model as GGUF",
+            2,
+            "--against llama.cpp needs a GGUF file, and --gguf names …; expected the model's"
+            " weights as GGUF; llama.cpp loads no other checkpoint; name the file with --gguf",
+            Case(("bench", "--against", "llama.cpp")),
+            Case(("bench", "--against", "llama.cpp", "--gguf", "{tmp}/none.gguf")),
         ),
         row(
             "bench-compare-file",
@@ -65,5 +78,69 @@ def bench_rows() -> list[Row]:
             Case(
                 ("bench", "--compare", "{tmp}/old.json"), {}, file("old.json", b'{"format": "x"}')
             ),
+        ),
+        row(
+            "eval-against",
+            "`nibble eval --against` with a file that is not a recording",
+            2,
+            "… is not a recording of `nibble eval` (…); expected a file that `nibble eval --record`"
+            " wrote; correct --against",
+            Case(("eval", "--against", "{tmp}/none.json")),
+            Case(("eval", "--against", "{tmp}/r.json"), {}, file("r.json", b"[1]")),
+        ),
+        row(
+            "eval-text",
+            "`nibble eval --text` with what is not a text",
+            2,
+            "… is not a text (…); expected UTF-8 of up to 1 MiB; correct --text",
+            Case(("eval", "--text", "{tmp}/none.txt")),
+            Case(("eval", "--text", "{tmp}/t.txt"), {}, file("t.txt", b"")),
+            Case(("eval", "--text", "{tmp}/t.txt"), {}, file("t.txt", b"\xff\xfe")),
+        ),
+        row(
+            "eval-task",
+            "`nibble eval --task` without such a data set",
+            2,
+            "there is no data set …; expected words, choice or a file of JSON lines; correct"
+            " --task",
+            Case(("eval", "--task", "gsm8k")),
+        ),
+        row(
+            "eval-task-content",
+            "`nibble eval --task` with a file that is not a data set",
+            2,
+            "… is not a data set (…); expected lines such as …; correct --task",
+            Case(("eval", "--task", "{tmp}/d.jsonl"), {}, file("d.jsonl", b"[1]")),
+        ),
+        row(
+            "eval-parsers",
+            "`nibble eval --parsers` with a parser that has no scripted answers",
+            2,
+            "no scripted answers are known for …; expected …; correct --parsers",
+            Case(("eval", "--parsers", "other")),
+        ),
+        row(
+            "trace-out",
+            "`nibble trace --out` where nothing can be written",
+            5,
+            "a profile cannot be written to … (…); expected a folder that this user can write,"
+            " without a profile; name another folder with --out",
+            Case(("trace", "--out", "{tmp}/f/x"), {}, file("f", b"")),
+        ),
+        row(
+            "trace-start",
+            "`nibble trace URL --start MODEL`, or flags for it that are not words",
+            2,
+            "--…",
+            Case(("trace", "http://127.0.0.1:9", "--start", "nibble-demo")),
+            Case(("trace", "--start", "nibble-demo", "--flags", "'one")),
+        ),
+        row(
+            "verify-recipe",
+            "`nibble recipes verify` without such a recipe",
+            4,
+            "there is no recipe for …; expected an id that `nibble recipes list` shows; correct"
+            " the id",
+            Case(("recipes", "verify", "acme/none")),
         ),
     ]
