@@ -16,6 +16,7 @@ from nibble.engine.plugin import (
     compact_json,
     cpu_decoder,
     cpu_head,
+    cpu_logprobs,
     cpu_process,
     cpu_rope,
     cpu_router,
@@ -53,6 +54,7 @@ def install() -> None:
     cpu_rope.rotate_heads_apart()
     cpu_decoder.follow_loading()
     cpu_head.read_heads_as_stored()
+    cpu_logprobs.count_without_compiler()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
     whole_load.check_loads()
