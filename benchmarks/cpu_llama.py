@@ -20,8 +20,10 @@ streams together; `ratio` is W4A16 to Q4_0. `read_gb_s` is what the cores read i
 `read_share` the share of it that one stream's weights make up.
 
 `--starts` measures instead the seconds from `nibble serve` to ready: of each model with an empty
-cache, and the fastest of `--rounds` later starts; and of the NVFP4 demo. `--beside` names the
-command of another nibble, which starts in turns with this one; its rows have `nibble: beside`.
+cache, and the fastest of `--rounds` later starts; and of the NVFP4 demo. `…_cpu_s` are the
+processor seconds of all its processes until then, on which other programs have less influence.
+`--beside` names the command of another nibble, which starts in turns with this one; its rows have
+`nibble: beside`.
 """
 
 from __future__ import annotations
@@ -110,19 +112,31 @@ def start_times(args: argparse.Namespace) -> list[dict[str, Any]]:
                     folder.mkdir(parents=True)
                 busy = round(wait_for_idle(args.most_busy), 2)
                 row["busy"] = max(busy, row.get("busy", 0.0))
-                seconds = start_time(model, folder, command)
-                key = "later_s" if number else "first_s"
-                row[key] = min(seconds, row.get(key, seconds))
+                which_start = "later" if number else "first"
+                for kind, seconds in start_time(model, folder, command).items():
+                    key = f"{which_start}_{kind}"
+                    row[key] = min(seconds, row.get(key, seconds))
         rows += of_model.values()
         print(*of_model.values(), sep="\n", flush=True)
     return rows
 
 
-def start_time(model: Path, folder: Path, command: str) -> float:
-    """Seconds until a server is ready, which then ends."""
-    row: dict[str, Any] = {}
+def start_time(model: Path, folder: Path, command: str) -> dict[str, float]:
+    """Seconds until a server is ready, and processor seconds; the server then ends."""
+    row: dict[str, float] = {}
     with nibble(model, folder, row, command):
-        return row["ready_s"]
+        return row
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process with all that it started, dead children included."""
+    import psutil
+
+    total = 0.0
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            total += sum(process.cpu_times()[:4])  # user, system, and both of dead children
+    return total
 
 
 def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -367,9 +381,9 @@ def answer_as_llama(file: Path, threads: int) -> None:
 
 @contextlib.contextmanager
 def nibble(
-    model: Path, folder: Path, row: dict[str, Any] | None = None, command: str = "nibble"
+    model: Path, folder: Path, row: dict[str, float] | None = None, command: str = "nibble"
 ) -> Iterator[Callable[[str], float]]:
-    """A server. With `row`, only its start is measured, as row["ready_s"]."""
+    """A server. With `row`, only its start is measured."""
     ports = [free_port(), free_port()]
     own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}
     own |= {"NIBBLE_CACHE_DIR": str(folder / "cache"), "NIBBLE_REFERENCE": "off"}
@@ -384,7 +398,8 @@ def nibble(
         time.sleep(0.05)
     print(f"{model}: ready after {time.monotonic() - began:.1f} s", flush=True)
     if row is not None:
-        row["ready_s"] = round(time.monotonic() - began, 1)
+        row |= {"s": round(time.monotonic() - began, 1)}
+        row["cpu_s"] = round(processor_seconds(process.pid), 1)
     asked = iter(range(1 << 30))
 
     def generate(tokens: int, prompt: list[int]) -> None:

@@ -17,7 +17,7 @@ PROGRAM = "from nibble.machine.cpus import compute_cores as c; print(c().threads
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def threads_and_reason(before: Callable[[], None]) -> tuple[int, str]:
+def threads_and_reason(before: Callable[[], object]) -> tuple[int, str]:
     """What a new process finds that calls `before` first."""
     words = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(words, capture_output=True, text=True, check=True, preexec_fn=before)
@@ -58,7 +58,7 @@ def test_a_quota_of_the_kernel_limits_the_threads(microseconds: int, threads: in
     """As `docker run --cpus 1.5` and fewer."""
     cores, _ = threads_and_reason(lambda: None)
     with cgroup_with_quota(microseconds) as members:
-        found = threads_and_reason(lambda: members.write_text(str(os.getpid())) and None)
+        found = threads_and_reason(lambda: members.write_text(str(os.getpid())))
     assert found[0] == min(threads, cores)
     if microseconds < 100_000 * cores:
         assert f"quota gives {microseconds / 100_000:g}" in found[1]

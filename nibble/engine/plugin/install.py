@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from nibble.engine.plugin import (
     cloverlm,
     compact_json,
+    cpu_cache,
     cpu_decoder,
     cpu_head,
     cpu_logprobs,
@@ -52,6 +53,7 @@ def install() -> None:
     router_bias.load_router_biases()
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()
+    cpu_cache.take_pages_beside_the_start()
     cpu_decoder.follow_loading()
     cpu_head.read_heads_as_stored()
     cpu_logprobs.count_without_compiler()
