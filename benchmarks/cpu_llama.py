@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cpu_llama")
     parser.add_argument("--llama-python", type=Path, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--most-busy", type=float, default=0.1)
     parser.add_argument("--starts", action="store_true")
     parser.add_argument("--beside", help="the command `nibble` of another installation")
