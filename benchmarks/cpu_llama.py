@@ -80,7 +80,10 @@ def main() -> None:
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     found |= {"command": command(), "machine": machine()}
     if args.starts:
-        found["starts"] = start_times(args)
+        found["starts"] = []
+        for rows in start_times(args):
+            found["starts"] += rows
+            args.out.write_text(json.dumps(found, indent=2) + "\n")
     else:
         if args.llama_python is None:
             parser.error("--llama-python is missing")
@@ -96,12 +99,11 @@ def command() -> str:
     return " ".join(["python", "benchmarks/cpu_llama.py", *sys.argv[1:]])
 
 
-def start_times(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds to ready, first with an empty cache and then with what that start left."""
+def start_times(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each model: first with an empty cache and then with what that start left."""
     models = {name: write_models(name, args.folder / name)["nibble_w4a16"] for name in args.models}
     models["demo"] = REPO / "models/nibble-demo-nvfp4"
     commands = {"this": "nibble"} | ({"beside": args.beside} if args.beside else {})
-    rows = []
     for name, model in models.items():
         of_model = {which: {"model": name, "nibble": which} for which in commands}
         for number in range(1 + args.rounds):
@@ -116,9 +118,8 @@ def start_times(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for kind, seconds in start_time(model, folder, command).items():
                     key = f"{which_start}_{kind}"
                     row[key] = min(seconds, row.get(key, seconds))
-        rows += of_model.values()
         print(*of_model.values(), sep="\n", flush=True)
-    return rows
+        yield list(of_model.values())
 
 
 def start_time(model: Path, folder: Path, command: str) -> dict[str, float]:
