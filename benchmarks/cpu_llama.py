@@ -4,7 +4,7 @@
     CMAKE_ARGS=-DGGML_NATIVE=ON VENV/bin/pip install --no-binary llama-cpp-python \
         llama-cpp-python==0.3.36
     python benchmarks/cpu_llama.py --llama-python VENV/bin/python [--out FILE] [--folder FOLDER]
-        [--rounds 3] [--models 1.7b 135m] [--most-busy 0.1] [--starts]
+        [--rounds 3] [--models 1.7b 135m] [--most-busy 0.1] [--starts [--beside NIBBLE]]
 
 Writes one generated Qwen3 for each shape in four forms: GGUF with Q4_0 and with NVFP4 layers, and
 checkpoints with W4A16 and W4A4. Embedding and head are BF16 in all of them. Speed depends on the
@@ -20,7 +20,10 @@ streams together; `ratio` is W4A16 to Q4_0. `read_gb_s` is what the cores read i
 `read_share` the share of it that one stream's weights make up.
 
 `--starts` measures instead the seconds from `nibble serve` to ready: of each model with an empty
-cache and again, and of the NVFP4 demo.
+cache, and the fastest of `--rounds` later starts; and of the NVFP4 demo. `…_cpu_s` are the
+processor seconds of all its processes until then, on which other programs have less influence.
+`--beside` names the command of another nibble, which starts in turns with this one; its rows have
+`nibble: beside`.
 """
 
 from __future__ import annotations
@@ -61,9 +64,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cpu_llama")
     parser.add_argument("--llama-python", type=Path, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--most-busy", type=float, default=0.1)
     parser.add_argument("--starts", action="store_true")
+    parser.add_argument("--beside", help="the command `nibble` of another installation")
     parser.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -76,7 +80,10 @@ def main() -> None:
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     found |= {"command": command(), "machine": machine()}
     if args.starts:
-        found["starts"] = start_times(args)
+        found["starts"] = []
+        for rows in start_times(args):
+            found["starts"] += rows
+            args.out.write_text(json.dumps(found, indent=2) + "\n")
     else:
         if args.llama_python is None:
             parser.error("--llama-python is missing")
@@ -92,20 +99,45 @@ def command() -> str:
     return " ".join(["python", "benchmarks/cpu_llama.py", *sys.argv[1:]])
 
 
-def start_times(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds to ready, first with an empty cache and then with what that start left."""
+def start_times(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each model: first with an empty cache and then with what that start left."""
     models = {name: write_models(name, args.folder / name)["nibble_w4a16"] for name in args.models}
     models["demo"] = REPO / "models/nibble-demo-nvfp4"
-    rows = []
+    commands = {"this": "nibble"} | ({"beside": args.beside} if args.beside else {})
     for name, model in models.items():
-        shutil.rmtree(args.folder / "cache", ignore_errors=True)
-        row = {"model": name, "busy": round(wait_for_idle(args.most_busy), 2)}
-        for which in ("first_s", "later_s"):
-            with nibble(model, args.folder, row, which):
-                pass
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+        of_model = {which: {"model": name, "nibble": which} for which in commands}
+        for number in range(1 + args.rounds):
+            for which, command in commands.items():
+                row, folder = of_model[which], args.folder / f"start-{which}"
+                if number == 0:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(parents=True)
+                busy = round(wait_for_idle(args.most_busy), 2)
+                row["busy"] = max(busy, row.get("busy", 0.0))
+                which_start = "later" if number else "first"
+                for kind, seconds in start_time(model, folder, command).items():
+                    key = f"{which_start}_{kind}"
+                    row[key] = min(seconds, row.get(key, seconds))
+        print(*of_model.values(), sep="\n", flush=True)
+        yield list(of_model.values())
+
+
+def start_time(model: Path, folder: Path, command: str) -> dict[str, float]:
+    """Seconds until a server is ready, and processor seconds; the server then ends."""
+    row: dict[str, float] = {}
+    with nibble(model, folder, row, command):
+        return row
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process with all that it started, dead children included."""
+    import psutil
+
+    total = 0.0
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            total += sum(process.cpu_times()[:4])  # user, system, and both of dead children
+    return total
 
 
 def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -350,15 +382,15 @@ def answer_as_llama(file: Path, threads: int) -> None:
 
 @contextlib.contextmanager
 def nibble(
-    model: Path, folder: Path, row: dict[str, Any] | None = None, which: str = ""
+    model: Path, folder: Path, row: dict[str, float] | None = None, command: str = "nibble"
 ) -> Iterator[Callable[[str], float]]:
-    """A server. With `row`, only its start is measured, as row[which]."""
+    """A server. With `row`, only its start is measured."""
     ports = [free_port(), free_port()]
     own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}
     own |= {"NIBBLE_CACHE_DIR": str(folder / "cache"), "NIBBLE_REFERENCE": "off"}
     own["NIBBLE_CANARY"] = "warn"  # random weights answer no question
     with (folder / f"{model.name}.log").open("wb") as log:
-        words = ["nibble", "serve", str(model)]
+        words = [command, "serve", str(model)]
         began = time.monotonic()
         process = subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=log)
     while not is_ready(ports[1]):
@@ -367,7 +399,8 @@ def nibble(
         time.sleep(0.05)
     print(f"{model}: ready after {time.monotonic() - began:.1f} s", flush=True)
     if row is not None:
-        row[which] = round(time.monotonic() - began, 1)
+        row |= {"s": round(time.monotonic() - began, 1)}
+        row["cpu_s"] = round(processor_seconds(process.pid), 1)
     asked = iter(range(1 << 30))
 
     def generate(tokens: int, prompt: list[int]) -> None:

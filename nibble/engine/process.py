@@ -222,7 +222,7 @@ def child_command(argv: list[str]) -> list[str]:
     """The command line of vLLM: this interpreter, without the working directory on its import
     path.
     """
-    return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *argv]
+    return [sys.executable, "-P", "-m", "nibble.engine.start_vllm", *argv]
 
 
 def child_environ(

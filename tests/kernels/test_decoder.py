@@ -167,7 +167,7 @@ def test_rows_and_threads_change_no_bit() -> None:
     torch.manual_seed(4)
     start, positions = torch.randn(4, shape.hidden).bfloat16(), given["lengths"].long() - 1
     found = []
-    for count in (1, 2, 3, 4):
+    for count in (1, 2, 3, 4, 4, 1):
         torch.set_num_threads(count)
         caches = cache_of(shape, given["blocks"].numel())
         found.append(decoder.step(start.clone(), positions, caches, **given))

@@ -14,6 +14,7 @@ which is exact too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -93,10 +94,24 @@ def fold(scales: Tensor, ratio_of: tuple[float, float]) -> Tensor | None:
     before, common = ratio_of
     if before == common:
         return scales
+    folded, fits = _folded_codes(before, common)
+    codes = scales.view(torch.uint8)
+    used = torch.bincount(codes.flatten(), minlength=256).cpu() > 0
+    if not bool(fits[used].all()):
+        return None
+    return folded.to(scales.device)[codes.long()].view(torch.float8_e4m3fn)
+
+
+@functools.lru_cache(maxsize=64)
+def _folded_codes(before: float, common: float) -> tuple[Tensor, Tensor]:
+    """For each of the 256 codes: that of the same value with the other global scale, and whether
+    there is one.
+    """
+    codes = torch.arange(256).to(torch.uint8)
     # E4M3 has 4 significant bits and float32 24, so products are exact in float64.
-    wanted = scales.double() * before
-    folded = e4m3_encode((wanted / common).float()).view(torch.float8_e4m3fn)
-    return folded if torch.equal(folded.double() * common, wanted) else None
+    wanted = codes.view(torch.float8_e4m3fn).double() * before
+    folded = e4m3_encode((wanted / common).float())
+    return folded, folded.view(torch.float8_e4m3fn).double() * common == wanted
 
 
 def _best_common(

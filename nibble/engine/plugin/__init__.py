@@ -7,6 +7,8 @@
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
 - cpu_seeds.py: requests with a seed on the CPU.
+- cpu_cache.py: the KV cache's memory on the CPU, taken beside the start.
+- cpu_logprobs.py: ranks of tokens on the CPU without a compiler.
 - compact_json.py: JSON without blanks between its values.
 - whole_load.py, written.py: end a load that leaves a weight unwritten.
 - pulse.py: reports the progress of each process to nibble's supervisor.

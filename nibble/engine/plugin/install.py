@@ -14,8 +14,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from nibble.engine.plugin import (
     cloverlm,
     compact_json,
+    cpu_cache,
     cpu_decoder,
     cpu_head,
+    cpu_logprobs,
     cpu_process,
     cpu_rope,
     cpu_router,
@@ -51,8 +53,10 @@ def install() -> None:
     router_bias.load_router_biases()
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()
+    cpu_cache.take_pages_beside_the_start()
     cpu_decoder.follow_loading()
     cpu_head.read_heads_as_stored()
+    cpu_logprobs.count_without_compiler()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
     whole_load.check_loads()

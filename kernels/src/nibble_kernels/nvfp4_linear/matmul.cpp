@@ -23,7 +23,7 @@ const std::vector<const MatmulLevel*>& matmul_levels() {
         kVnni{3, &kAvx512Floats, &kAvx512VnniBytes}, kAvx512{2, &kAvx512Floats, &kAvx2Bytes},
         kAvx2{1, &kAvx2Floats, &kAvx2Bytes};
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and so F16C
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
+    const bool avx512 = NIBBLE_HAS_AVX512 && avx2 && __builtin_cpu_supports("avx512f");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
     if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&kBf16);

@@ -12,10 +12,16 @@
 
 // CPU loops that gcc compiles once per level and chooses from when the library is loaded (from gcc 12). The
 // arithmetic is the same in each: nothing is contracted (setup.py), and std::fma rounds once with or without
-// the instruction.
+// the instruction. NIBBLE_WITHOUT_AVX512 leaves that level out, for measurements.
 #if defined(__x86_64__) && !defined(__clang__) && !defined(__CUDACC__) && __GNUC__ >= 12
 #define NIBBLE_HAS_X86_LEVELS 1
+#ifdef NIBBLE_WITHOUT_AVX512
+#define NIBBLE_HAS_AVX512 0
+#define NIBBLE_CPU_LEVELS [[gnu::target_clones("default", "arch=x86-64-v3")]]
+#else
+#define NIBBLE_HAS_AVX512 1
 #define NIBBLE_CPU_LEVELS [[gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
+#endif
 #else
 #define NIBBLE_HAS_X86_LEVELS 0
 #define NIBBLE_CPU_LEVELS
