@@ -294,6 +294,43 @@ def doctor(
 
 
 @app.command()
+def selftest(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the report as JSON, without secrets."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Trial to run, such as decode; repeatable.")
+    ] = None,
+    plant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRIAL=FAULT",
+            help=(
+                "Fault to plant in a kernel, to see it found: hang, wrong, nan or crash;"
+                " repeatable."
+            ),
+        ),
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds for all trials together.")
+    ] = 180.0,
+    as_json: Json = False,
+) -> None:
+    """Compare each kernel of this machine with float64, and measure its memory; exits with 8 where
+    one that a plan would use is wrong.
+    """
+    from nibble.cli.selftest import selftest as run
+    from nibble.cli.selftest import show_report, write_report
+
+    report = run(dict(os.environ), tuple(plant or ()), tuple(only or ()), limit)
+    print_json(report.to_json()) if as_json else show_report(report)
+    if out is not None:
+        write_report(report, out)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
 def status(as_json: Json = False) -> None:
     """Show what the server on this machine does, its kernels and its canary's findings."""
     from nibble.cli.status import read_status, status_lines
