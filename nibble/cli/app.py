@@ -330,6 +330,35 @@ def selftest(
     raise typer.Exit(report.exit_code)
 
 
+@app.command(context_settings=FREE_WORDS)
+def tune(
+    words: Words = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROWSxCOLUMNS", help="Shape in place of a model's, as 4096x14336; repeatable."
+        ),
+    ] = None,
+    plant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRIAL=FAULT", help="Fault to plant, as for selftest; nothing is kept then."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=600, help="Seconds for each kernel after its start.")
+    ] = 15.0,
+    as_json: Json = False,
+) -> None:
+    """Time nibble's and vLLM's linear kernels on a model's shapes, for plans and starts on this GPU."""
+    from nibble.cli.tune import show_tuned, tune_model
+
+    found = tune_model(
+        wanted(words, "tune"), dict(os.environ), shape or (), plant or (), seconds
+    )
+    print_json(found) if as_json else show_tuned(found)
+
+
 @app.command()
 def status(as_json: Json = False) -> None:
     """Show what the server on this machine does, its kernels and its canary's findings."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from rich.markup import escape
 
 from nibble.cli.common import say
 from nibble.cli.tables import plain_table, wide_console
-from nibble.engine.installed import build_id, build_parts, compiled_id, torch_cuda, vllm_version
+from nibble.engine.installed import torch_cuda, vllm_version
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.gpu_state import describe, gpu_states
 from nibble.machine.gpu_users import gpu_uses
 from nibble.machine.hardware import Hardware, detect
-from nibble.machine.read_bandwidth import processor_line
 from nibble.machine.targets import Target, load_target
 from nibble.plan.budget import host_reserve_bytes
 from nibble.plan.gather import Asked, choose_target, read_wishes
@@ -32,8 +30,9 @@ from nibble.trials.findings import (
     slowed_down,
     unknown_gpus,
 )
+from nibble.trials.place import place_of
 from nibble.trials.record import open_record
-from nibble.trials.report import Place, Report, gb_per_s
+from nibble.trials.report import Report, gb_per_s
 from nibble.trials.run import run_trials
 from nibble.trials.trial import PLANTS, Fault, Outcome, Trial, planted
 
@@ -57,7 +56,7 @@ def selftest(
     target, findings = _target(asked, hardware)
     findings += [*known_bad_driver(target, hardware.driver)] if target.device == "cuda" else []
     findings += _states_of(hardware, target)
-    trials = _chosen(target, hardware, only, _faults(plants))
+    trials = _chosen(target, hardware, only, faults_of(plants))
     place = place_of(target, hardware)
     outcomes = run_trials(
         trials,
@@ -98,7 +97,7 @@ def _states_of(hardware: Hardware, target: Target) -> list[Finding]:
     return not_idle(gpu_uses(indices)) + slowed_down(gpu_states(indices))
 
 
-def _faults(plants: tuple[str, ...]) -> dict[str, Fault]:
+def faults_of(plants: Sequence[str]) -> dict[str, Fault]:
     """`KERNEL=FAULT` words. Raises USAGE."""
     found: dict[str, Fault] = {}
     for word in plants:
@@ -134,22 +133,6 @@ def at_once(hardware: Hardware, target: Target) -> int:
     if target.device == "cpu":
         return 1
     return max(1, min(MOST_AT_ONCE, hardware.cpu_cores // CORES_EACH))
-
-
-def place_of(target: Target, hardware: Hardware) -> Place:
-    """The machine and the build that results hold for."""
-    on_gpu = target.device == "cuda" and hardware.gpus
-    device = hardware.gpus[0].name if on_gpu else processor_line().partition(":")[2].strip()
-    return Place(
-        target.name,
-        device or hardware.cpu_arch,
-        len(hardware.gpus) if on_gpu else 0,
-        (hardware.driver or "") if on_gpu else "",
-        (hardware.cuda_driver or "") if on_gpu else "",
-        compiled_id(),
-        build_id(),
-        build_parts(),
-    )
 
 
 def _memory(target: Target, hardware: Hardware, asked: Asked) -> dict[str, int | str | None]:

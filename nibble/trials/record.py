@@ -55,9 +55,13 @@ class Record:
     shapes: Mapping[str, ShapeTimes] = field(default_factory=dict)
 
     def with_outcomes(self, outcomes: Iterable[Outcome]) -> Record:
-        """With newer outcomes. One that did not run says nothing and changes nothing."""
-        ran = {outcome.name: outcome for outcome in outcomes if outcome.verdict != "not run"}
-        return replace(self, outcomes={**self.outcomes, **ran})
+        """With newer outcomes. One that did not run changes no other verdict."""
+        newer = {
+            outcome.name: outcome
+            for outcome in outcomes
+            if outcome.verdict != "not run" or outcome.name not in self.outcomes
+        }
+        return replace(self, outcomes={**self.outcomes, **newer})
 
     def with_shapes(self, shapes: Mapping[str, ShapeTimes]) -> Record:
         return replace(self, shapes={**self.shapes, **shapes})

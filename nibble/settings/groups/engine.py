@@ -137,6 +137,16 @@ class EngineOptions(BaseModel):
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
     )
+    trials: Literal["auto", "always", "off"] = option(
+        "auto",
+        "Engine",
+        "Whether a start on a GPU tries the linear kernels first, 15 s at most, where no result is"
+        " known for the GPU, driver and build: `auto` (except on H100 and H200), `always` or `off`"
+        " (docs/selftest.md).",
+        "NIBBLE_TRIALS",
+        flag="--trials",
+        expected="auto, always or off",
+    )
     moe_kernel: contract.Kernel = option(
         "vllm",
         "Engine",
