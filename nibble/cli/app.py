@@ -353,9 +353,7 @@ def tune(
     """Time nibble's and vLLM's linear kernels on a model's shapes, for plans and starts on this GPU."""
     from nibble.cli.tune import show_tuned, tune_model
 
-    found = tune_model(
-        wanted(words, "tune"), dict(os.environ), shape or (), plant or (), seconds
-    )
+    found = tune_model(wanted(words, "tune"), dict(os.environ), shape or (), plant or (), seconds)
     print_json(found) if as_json else show_tuned(found)
 
 

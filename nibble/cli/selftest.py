@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -190,9 +191,7 @@ def show_report(report: Report) -> None:
         rates = ", ".join(f"{shape} {rate:.0f}" for shape, rate in gb_per_s(outcome))
         error = "" if outcome.error is None else f"{outcome.error:.2g}"
         cells = (outcome.ran, error, rates, outcome.detail or _facts(outcome))
-        table.add_row(
-            escape(outcome.name), f"[{colour}]{outcome.verdict}[/]", *map(escape, cells)
-        )
+        table.add_row(escape(outcome.name), f"[{colour}]{outcome.verdict}[/]", *map(escape, cells))
     console.print(table)
     for state in report.states:
         console.print(escape(state))

@@ -167,5 +167,3 @@ def _both(ours: float | None, theirs: float | None) -> str:
     if ours is None and theirs is None:
         return "-"
     return " / ".join("?" if time is None else f"{time:.1f}" for time in (ours, theirs))
-
-

@@ -110,9 +110,7 @@ def _by_trials(
     return LinearKernels(Choice("nibble" if ours else "vllm", choice.source, reason), shapes)
 
 
-def _without_ours(
-    inputs: PlanInputs, choice: Choice, fault: Outcome | None
-) -> LinearKernels:
+def _without_ours(inputs: PlanInputs, choice: Choice, fault: Outcome | None) -> LinearKernels:
     """vLLM's choice, or another backend of vLLM's where that was wrong on this machine."""
     assert inputs.trials is not None
     if fault is None:

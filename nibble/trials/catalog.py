@@ -69,7 +69,9 @@ def _gpu(target: Target, gpus: int, with_vllm: bool) -> Iterable[Trial]:
 
 def vllm_kernels(target: Target) -> tuple[str, ...]:
     """vLLM's choice for weight-only and for W4A4 layers, and the kernels in the target's file."""
-    named = [kernel for name in target.expected.get("linear", ()) for kernel in BACKENDS.get(name, ())]
+    named = [
+        kernel for name in target.expected.get("linear", ()) for kernel in BACKENDS.get(name, ())
+    ]
     return (THEIRS, "vllm:auto:fp4", *named)
 
 

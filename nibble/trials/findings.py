@@ -31,7 +31,9 @@ def unknown_gpus(hardware: Hardware) -> list[Finding]:
         if target_for_capability(gpu.capability) is None
     }
     fix = "nibble serves on it as on the CPU only: set NIBBLE_TARGET=cpu"
-    return [Finding(f"{name} is a GPU that nibble does not know", fix, True) for name in sorted(unknown)]
+    return [
+        Finding(f"{name} is a GPU that nibble does not know", fix, True) for name in sorted(unknown)
+    ]
 
 
 def driver_too_old(hardware: Hardware, torch_cuda: str) -> list[Finding]:

@@ -30,17 +30,14 @@ def tune_trials(
     uses: Sequence[Use], with_ours: bool = True, device: str = "cuda", timed: bool = True
 ) -> tuple[Trial, ...]:
     """nibble's operator, and vLLM's choice for each format of activations among `uses`."""
-    forms = tuple(dict.fromkeys(use.form for use in uses))
-    kernels = ((OURS,) if with_ours else ()) + tuple(vllm_choice(form) for form in forms)
     rows = (TIMED_ROWS if device == "cuda" else TUNED_ROWS_OF_A_CPU) if timed else ()
-    found: list[Trial] = []
-    for kernel in kernels:
-        form = kernel.rpartition(":")[2]
-        shapes = tuple(
-            dict.fromkeys(use.shape for use in uses if kernel == OURS or use.form == form)
-        )
-        found.append(Trial(kernel, "linear", kernel, device, shapes, TRUTH_ROWS, rows))
-    return tuple(found)
+    shapes = {OURS: [use.shape for use in uses]} if with_ours else {}
+    for use in uses:
+        shapes.setdefault(vllm_choice(use.form), []).append(use.shape)
+    return tuple(
+        Trial(kernel, "linear", kernel, device, tuple(dict.fromkeys(its)), TRUTH_ROWS, rows)
+        for kernel, its in shapes.items()
+    )
 
 
 def tune(
@@ -60,9 +57,7 @@ def tune(
     A kernel whose time was over keeps the verdict it had; its times count all the same.
     """
     trials = planted(tune_trials(uses, with_ours, device, timed), faults or {})
-    outcomes = run_trials(
-        trials, environ, at_once=len(trials), work_s=work_s, on_done=on_done
-    )
+    outcomes = run_trials(trials, environ, at_once=len(trials), work_s=work_s, on_done=on_done)
     by_name = {outcome.name: outcome for outcome in outcomes}
     theirs: dict[Form, Outcome] = {
         use.form: by_name[vllm_choice(use.form)]

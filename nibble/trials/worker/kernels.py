@@ -93,9 +93,7 @@ def _dequantized(weight: Weight) -> Prepared:
     columns = weight.shape[1]
 
     def product(tensors: Any) -> Product:
-        return lambda x: (
-            (x @ nvfp4_dequantize_weight(tensors, columns, x).T) * weight.global_scale
-        )
+        return lambda x: (x @ nvfp4_dequantize_weight(tensors, columns, x).T) * weight.global_scale
 
     return _of(weight, product)
 

@@ -9,7 +9,6 @@ from typing import Any
 from nibble.trials.trial import Task, Trial
 
 
-
 class Teller:
     """What a task tells while it runs: its phase, and the times of a shape as soon as it has them.
 

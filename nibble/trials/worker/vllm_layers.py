@@ -81,7 +81,8 @@ def _give_the_cpu_an_emulation() -> None:
 def _config(backend: str) -> Any:
     from vllm.config import KernelConfig, VllmConfig
 
-    return VllmConfig(kernel_config=KernelConfig(linear_backend=backend))
+    flags: dict[str, Any] = {"linear_backend": backend}
+    return VllmConfig(kernel_config=KernelConfig(**flags))
 
 
 def _layer(weight: Weight, form: str) -> Any:
