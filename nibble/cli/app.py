@@ -350,7 +350,7 @@ def tune(
     ] = 15.0,
     as_json: Json = False,
 ) -> None:
-    """Time nibble's and vLLM's linear kernels on a model's shapes, for plans and starts on this GPU."""
+    """Time nibble's and vLLM's linear kernels on a model's shapes, for later plans and starts."""
     from nibble.cli.tune import show_tuned, tune_model
 
     found = tune_model(wanted(words, "tune"), dict(os.environ), shape or (), plant or (), seconds)

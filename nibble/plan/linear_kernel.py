@@ -14,9 +14,9 @@ from nibble.checkpoint.nvfp4 import dense_weights
 from nibble.engine.contract import CONFIG_KEY
 from nibble.plan.choice import OURS, Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
+from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
-from nibble.plan.linear_shapes import linear_uses
 from nibble.recipes.rules import in_effect
 from nibble.trials.catalog import OURS_BY_DEFAULT
 from nibble.trials.choose import (
@@ -46,8 +46,9 @@ ROW_MULTIPLE = 8
 class LinearKernels:
     """`choice`: `vllm` or `nibble` with the reason; None on the CPU and for a checkpoint without
     NVFP4. `shapes`: the choice for each shape, where trials on this machine count. `backend`: a
-    --linear-backend in place of vLLM's choice, which was wrong here. `uses`: what a start tries
-    first, with nibble's kernel (`tries_ours`), and for time (`is_timed`); empty for another machine.
+    --linear-backend in place of vLLM's choice, which was wrong here. `uses`: the shapes that a
+    start tries first, with nibble's kernel (`tries_ours`), for time too (`is_timed`); empty for
+    another machine.
     """
 
     choice: Choice | None = None

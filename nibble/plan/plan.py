@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ class Plan:
     moe_alias: Alias | None
     topology: Topology
     caches: CachePlan
-    linear_kernels: LinearKernels = LinearKernels()
+    linear_kernels: LinearKernels = field(default_factory=LinearKernels)
 
     @property
     def revision(self) -> str | None:

@@ -25,7 +25,7 @@ class Situation:
     flags: Flags = field(default_factory=Flags)
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
-    linear_kernels: LinearKernels = LinearKernels()
+    linear_kernels: LinearKernels = field(default_factory=LinearKernels)
     step_graph: Choice | None = None
     memory: MemoryPlan | None = None
 

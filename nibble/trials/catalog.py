@@ -1,4 +1,4 @@
-"""The trials of a target: nibble's kernels, and the kernels of vLLM that a plan could choose. Pure."""
+"""The trials of a target: nibble's kernels, and those of vLLM that a plan could choose. Pure."""
 
 from __future__ import annotations
 

@@ -132,9 +132,9 @@ def right_backend(record: Record, form: Form) -> str:
         for name, outcome in record.outcomes.items():
             kind, _, rest = name.partition(":")
             backend, _, activations = rest.partition(":")
-            if kind == "vllm" and backend != "auto" and activations == wanted:
-                if outcome.verdict == "right":
-                    return backend
+            is_named = kind == "vllm" and backend != "auto" and activations == wanted
+            if is_named and outcome.verdict == "right":
+                return backend
     return ""
 
 

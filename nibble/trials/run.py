@@ -40,8 +40,8 @@ def run_trials(
 ) -> list[Outcome]:
     """The outcomes, in the order of `trials`; nothing that a kernel does raises here.
 
-    at_once: processes at a time; they measure time one after the other all the same. work_s: seconds
-    that each may take after it has started; until: time.monotonic() at which all end.
+    at_once: processes at a time; they measure time one after the other all the same. work_s:
+    seconds that each may take after it has started; until: time.monotonic() at which all end.
     """
     with tempfile.TemporaryDirectory(prefix="nibble-trials-") as folder:
         lock = str(Path(folder) / "time")

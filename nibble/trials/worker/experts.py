@@ -25,6 +25,8 @@ EXPERTS, TOPK = 8, 2
 LIMIT = 0.02  # h is rounded to BF16 between the products
 PART_OF_NORMS = 2.0**-7
 
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class Layer:
     """Random experts. `intermediate` and `hidden` are the shape of a trial."""
@@ -64,15 +66,9 @@ def run(trial: Trial, say: Callable[[str], None]) -> dict[str, Any]:
             layer = Layer(*shape, trial.device)
             call = _cpu(layer, trial.kernel) if trial.device == "cpu" else _gpu(layer)
             for rows in trial.rows:
-                say(f"run:experts {shape_name(shape)} with {rows} tokens")
-                x = activations(rows, layer.hidden, trial.device)
-                weights, ids = _routing(rows, trial.device)
-                y = with_fault(lambda x, w=weights, i=ids: call(x, w, i), trial.plant)(x)
                 place = f"{shape_name(shape)} with {rows} tokens"
-                if not y.isfinite().all():
-                    return outcome(f"{place}: NaN or infinity", None)
-                right, bound = layer.right(x, weights, ids)
-                fault, error = judge(y.double(), right, bound, LIMIT, place)
+                say(f"run:experts {place}")
+                fault, error = _compared(trial, layer, call, rows, place)
                 worst = max(worst, error)
                 if fault:
                     return outcome(fault, worst)
@@ -81,14 +77,21 @@ def run(trial: Trial, say: Callable[[str], None]) -> dict[str, Any]:
     return outcome("", worst, ran="nibble")
 
 
+def _compared(trial: Trial, layer: Layer, call: Call, rows: int, place: str) -> tuple[str, float]:
+    """The fault, empty if the sum is right, and the error."""
+    x = activations(rows, layer.hidden, trial.device)
+    weights, ids = _routing(rows, trial.device)
+    y = with_fault(lambda x: call(x, weights, ids), trial.plant)(x)
+    if not y.isfinite().all():
+        return f"{place}: NaN or infinity", float("inf")
+    return judge(y.double(), *layer.right(x, weights, ids), LIMIT, place)
+
+
 def _routing(rows: int, device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     scores = torch.rand(rows, EXPERTS, generator=generator)
     weights, ids = scores.softmax(-1).topk(TOPK, dim=-1)
     return weights.to(device), ids.to(torch.int32).to(device)
-
-
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _gpu(layer: Layer) -> Call:
