@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +33,29 @@ def recipes_show(model: str, as_json: Json = False) -> None:
 
     data = recipe_data(model)
     print_json(data) if as_json else show_recipe(data)
+
+
+@app.command("verify")
+def recipes_verify(
+    model: str,
+    report: Annotated[
+        Path, typer.Option(help="Report of `nibble selftest --out FILE` on this machine.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write. Default: beside the recipe, where `lint` looks."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn a self-test's report and the running server of a model into evidence of its recipe."""
+    from nibble.cli.verify_recipe import verify
+
+    found = verify(model, report, out, dict(os.environ))
+    if as_json:
+        print_json(found)
+    else:
+        print(found["section"], end="")
+        print(f"{found['path']} written; put these lines into {found['recipe']}", file=sys.stderr)
 
 
 @app.command("lint")

@@ -58,6 +58,8 @@ def selftest(
     findings += [*known_bad_driver(target, hardware.driver)] if target.device == "cuda" else []
     findings += _states_of(hardware, target)
     trials = _chosen(target, hardware, only, faults_of(plants))
+    if driver_too_old(hardware, torch_cuda()):
+        trials = ()  # no kernel would start
     place = place_of(target, hardware)
     outcomes = run_trials(
         trials,
@@ -84,11 +86,11 @@ def selftest(
 
 
 def _target(asked: Asked, hardware: Hardware) -> tuple[Target, list[Finding]]:
-    """The target to test; a GPU that nibble cannot serve on is tested with torch's kernels."""
-    findings = unknown_gpus(hardware) + driver_too_old(hardware, torch_cuda())
-    if any("does not know" in finding.what for finding in findings):
-        return load_target("cpu"), findings
-    return choose_target(asked.settings, asked, hardware)[0], findings
+    """The target to test; beside an unknown GPU the CPU, on which nibble serves there."""
+    if unknown := unknown_gpus(hardware):
+        return load_target("cpu"), unknown
+    old = driver_too_old(hardware, torch_cuda())
+    return choose_target(asked.settings, asked, hardware)[0], old
 
 
 def _states_of(hardware: Hardware, target: Target) -> list[Finding]:
