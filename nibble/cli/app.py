@@ -320,9 +320,11 @@ def selftest(
     """Compare each kernel of this machine with float64, and measure its memory; exits with 8 where
     one that a plan would use is wrong.
     """
+    from nibble.cli.selftest import check_writable, show_report, write_report
     from nibble.cli.selftest import selftest as run
-    from nibble.cli.selftest import show_report, write_report
 
+    if out is not None:
+        check_writable(out)
     report = run(dict(os.environ), tuple(plant or ()), tuple(only or ()), limit)
     print_json(report.to_json()) if as_json else show_report(report)
     if out is not None:

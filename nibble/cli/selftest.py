@@ -15,6 +15,7 @@ from nibble.cli.common import say
 from nibble.cli.tables import plain_table, wide_console
 from nibble.engine.installed import torch_cuda, vllm_version
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.disk import write_problem
 from nibble.machine.gpu_state import describe, gpu_states
 from nibble.machine.gpu_users import gpu_uses
 from nibble.machine.hardware import Hardware, detect
@@ -160,18 +161,30 @@ def _memory(target: Target, hardware: Hardware, asked: Asked) -> dict[str, int |
     }
 
 
+def check_writable(out: Path) -> None:
+    """Raise CONFIG for a report's file that cannot be written, before a minute of trials."""
+    if not out.parent.is_dir():
+        raise _not_writable(out, "there is no such folder")
+    if problem := write_problem(out.parent):
+        raise _not_writable(out, problem)
+
+
 def write_report(report: Report, out: Path) -> None:
-    """Write the JSON atomically. Raises CONFIG for a folder that cannot be written."""
+    """Write the JSON atomically. Raises CONFIG."""
     scratch = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         scratch.write_text(json.dumps(report.to_json(), indent=1) + "\n")
         scratch.replace(out)
     except OSError as error:
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what=f"{out} cannot be written ({error.strerror})",
-            action="name a file in a folder that this user can write",
-        ) from None
+        raise _not_writable(out, error.strerror or str(error)) from None
+
+
+def _not_writable(out: Path, why: str) -> NibbleError:
+    return NibbleError(
+        ExitCode.CONFIG,
+        what=f"{out} cannot be written ({why})",
+        action="name a file in a folder that this user can write",
+    )
 
 
 def _progress(outcome: Outcome) -> str:

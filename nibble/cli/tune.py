@@ -12,8 +12,7 @@ from nibble.cli.common import say
 from nibble.cli.selftest import faults_of
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
-from nibble.machine.hardware import Hardware, detect
-from nibble.machine.targets import Target
+from nibble.machine.hardware import detect
 from nibble.plan.choice import values_of
 from nibble.plan.gather import Asked, choose_target, plan_for, read_wishes
 from nibble.plan.linear_kernel import DEFAULT_SEQUENCES
@@ -39,6 +38,7 @@ def tune_model(
     Raises NO_HARDWARE without a GPU, MODEL and CONFIG for a model without NVFP4 linear layers, and
     CANARY where both kernels failed.
     """
+    given, faults = tuple(map(_use, shapes)), faults_of(plants)
     asked = read_wishes(words, environ)
     hardware = detect(asked.accepted.environ)
     target, _ = choose_target(asked.settings, asked, hardware)
@@ -49,7 +49,7 @@ def tune_model(
             expected="a GPU",
             action="run `nibble selftest` to check the CPU's kernels",
         )
-    uses, sequences, child = _wanted(asked, target, hardware, shapes)
+    uses, sequences, child = _wanted(asked, given)
     record = open_record(asked.cache, place_of(target, hardware), say)
     with_ours = not (target.features.has_fp4_mma and any(use.form == "fp4" for use in uses))
     kept, outcomes = tune(
@@ -57,7 +57,7 @@ def tune_model(
         record,
         child,
         with_ours=with_ours,
-        faults=faults_of(plants),
+        faults=faults,
         work_s=work_s,
         on_done=lambda outcome: say(f"{outcome.line()}, {outcome.seconds:.1f} s"),
     )
@@ -67,13 +67,11 @@ def tune_model(
     return _result(outcomes, choices, str(kept.path))
 
 
-def _wanted(
-    asked: Asked, target: Target, hardware: Hardware, shapes: Sequence[str]
-) -> tuple[tuple[Use, ...], int, Mapping[str, str]]:
+def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int, Mapping[str, str]]:
     """Shapes, sequences and the environment of vLLM's kernels."""
     environ = asked.accepted.environ
-    if shapes:
-        return tuple(map(_use, shapes)), DEFAULT_SEQUENCES, environ
+    if given:
+        return given, DEFAULT_SEQUENCES, environ
     plan = plan_for(asked)
     values = values_of(plan.args)
     checkpoint = plan.checkpoint

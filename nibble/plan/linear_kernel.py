@@ -101,6 +101,8 @@ def _by_trials(
     if choice.value == "vllm" and not is_proven(record):
         if fault := our_fault(record):
             choice = replace(choice, reason=f"nibble's kernel is not used: {fault.line()}")
+        elif inputs.loaded.settings.trials != "off":
+            choice = replace(choice, reason=f"{choice.reason}; {UNTRIED}")
         return _without_ours(inputs, choice, vllm_fault(record, uses))
     shapes = choose(uses, record, choice.value, most_rows)
     ours = [shape for shape in shapes if shape.kernel == "nibble"]
@@ -149,7 +151,7 @@ def _chosen(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
     if setting != "auto":
         return Choice(setting, source, "set by the user")
     if inputs.target.name not in TARGETS:
-        reason = f"nibble's kernel is tested only on {' and '.join(TARGETS)}; {UNTRIED}"
+        reason = f"nibble's kernel is tested only on {' and '.join(TARGETS)}"
         return Choice("vllm", source, reason)
     if obstacle := _obstacle(inputs, values):
         return Choice("vllm", source, obstacle)

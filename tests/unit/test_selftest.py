@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 
 from nibble.cli import selftest as module
 from nibble.cli.app import app
+from nibble.cli.doctor.trials import check_record
 from nibble.cli.selftest import show_report, verdict_line
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.gpu_state import GpuState
 from nibble.machine.gpu_users import GpuUse, in_use
 from nibble.machine.hardware import Hardware
-from nibble.trials.record import open_record
-from nibble.trials.report import Report, read_report
+from nibble.trials.record import Record, open_record
+from nibble.trials.report import Place, Report, read_report
 from nibble.trials.trial import Outcome, Trial
 from tests.support.hardware import CPU_HOST, HOPPER, SPARK
 
@@ -162,3 +163,13 @@ def test_the_command_really_tests_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     assert [trial["verdict"] for trial in trials] == ["right", "right"]
     done = CliRunner().invoke(app, [*words, "--plant", "head=crash"])
     assert done.exit_code == ExitCode.CANARY
+
+
+def test_doctor_offers_it_and_shows_faults(tmp_path: Path) -> None:
+    empty = Record(Place("cpu", "x", 0, "", "", "a", "b"))
+    offered = check_record(empty)
+    assert offered.status == "ok" and "`nibble selftest` takes" in offered.what
+    right = empty.with_outcomes([Outcome("decode", "right"), Outcome("links", "refused")])
+    assert check_record(right).what == "1 kernels and measurements are right on this device"
+    faulty = check_record(right.with_outcomes([Outcome("experts", "hung", "no end")]))
+    assert faulty.status == "warning" and "experts: hung (no end)" in faulty.what

@@ -131,8 +131,8 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Kernel for NVFP4 weights with BF16 activations on a GPU: `vllm` (vLLM's choice),"
-        " `nibble` or `auto`. `auto` takes nibble's on hopper, for any number of tokens, and"
-        " vLLM's choice elsewhere (docs/kernels/nvfp4_linear.md).",
+        " `nibble` or `auto`. `auto` takes nibble's on hopper, elsewhere vLLM's choice, and"
+        " after trials on this machine the faster one for each shape (docs/selftest.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
