@@ -18,7 +18,7 @@ from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.packaged import PACKAGED, Unobtainable
-from nibble.hub.pull import OnProgress, Progress, as_lines, pull
+from nibble.hub.pull import OnProgress, Progress, Stage, as_lines, pull
 from nibble.machine.cpus import compute_cores
 from nibble.machine.processes import stop_signals, survive_memory_pressure
 from nibble.machine.read_bandwidth import measure_and_store
@@ -356,7 +356,8 @@ def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgres
     """Answer /status and handle signals during a download, trials of kernels or the computation of
     a reference; the supervisor does both later.
     """
-    phase = {"downloading": "download", "trying kernels": "trials"}.get(doing, "reference")
+    stages: Mapping[str, Stage] = {"downloading": "download", "trying kernels": "trials"}
+    phase: Stage = stages.get(doing, "reference")
     since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress(phase, 0, 0)
     lines = as_lines(say)
 

@@ -85,7 +85,7 @@ class Machine:
         outcomes = [Outcome(name, verdict) for name, verdict in (known | (verdicts or {})).items()]
         shapes: dict[str, ShapeTimes] = {}
         for use in linear_uses(read_checkpoint(str(model)), 1, form):
-            each = ratio if isinstance(ratio, float) else ratio.get(use.key.split()[0], 0.5)
+            each = ratio.get(use.key.split()[0], 0.5) if isinstance(ratio, dict) else ratio
             shapes[use.key] = ShapeTimes({"1": 10 * each}, {"1": 10.0}, "Marlin")
         self.record(target).with_outcomes(outcomes).with_shapes(shapes).save(print)
 

@@ -22,7 +22,7 @@ from nibble.trials.trial import Trial
 
 ELEMENTS = 1 << 24  # float32: 64 MiB
 ROUNDS = 5
-RANK, FOLDER = "NIBBLE_TRIAL_RANK", "NIBBLE_TRIAL_FOLDER"
+RANK, FOLDER = "TRIAL_RANK", "TRIAL_FOLDER"
 
 
 def run(trial: Trial, say: Callable[[str], None]) -> dict[str, Any]:
