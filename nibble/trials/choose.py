@@ -22,7 +22,7 @@ Form = Literal["bf16", "fp4"]  # the activations of a checkpoint's layers
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_ROWS = 2048
 TIMED_ROWS = (*DECODE_ROWS, PROMPT_ROWS)
-TRUTH_ROWS = (1, 16, 17, 64, 200)
+TRUTH_ROWS = (1, 16, 17, 64, 200, 1100)
 
 
 @dataclass(frozen=True)

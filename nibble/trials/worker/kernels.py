@@ -24,13 +24,17 @@ class Prepared:
     """A weight in the kernel's layout.
 
     `form`: the format of activations, bf16 or fp4; `ran`: class or instructions that compute;
-    `again`: the same product with copies of the weight's tensors; `most_rows`: of x.
+    `again`: the same product with copies of the weight's tensors; `least_rows`, `most_rows`: of x.
+    `with_factors` adds factors for the columns and a bias, `with_silu` computes silu(gate) · up:
+    only nibble's kernels do that in one.
     """
 
     product: Product
     form: str = "bf16"
     ran: str = ""
     again: Callable[[], Product] | None = None
+    with_factors: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    with_silu: Product | None = None
     least_rows: int = 1
     most_rows: int | None = None
 
@@ -65,10 +69,7 @@ def _require_compiled(weight: Weight) -> None:
 def _decode(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.gpu import MAX_DECODE_ROWS, nvfp4_decode_linear
 
-    def product(tensors: Any) -> Product:
-        return lambda x: nvfp4_decode_linear(x, tensors, weight.global_scale)
-
-    return replace(_of(weight, product), most_rows=MAX_DECODE_ROWS)
+    return replace(_fused(weight, nvfp4_decode_linear), most_rows=MAX_DECODE_ROWS)
 
 
 def _warpgroup(weight: Weight) -> Prepared:
@@ -78,12 +79,9 @@ def _warpgroup(weight: Weight) -> Prepared:
         nvfp4_warpgroup_linear,
     )
 
-    def product(tensors: Any) -> Product:
-        return lambda x: nvfp4_warpgroup_linear(x, tensors, weight.global_scale)
-
     if weight.codes.is_cuda and torch.cuda.get_device_capability() != (9, 0):
         raise Refused("it is compiled for compute capability 9.0 alone")
-    prepared = _of(weight, product)
+    prepared = _fused(weight, nvfp4_warpgroup_linear)
     return replace(prepared, least_rows=MAX_DECODE_ROWS_SM90 + 1, most_rows=MAX_WARPGROUP_ROWS)
 
 
@@ -95,22 +93,32 @@ def _dequantized(weight: Weight) -> Prepared:
     def product(tensors: Any) -> Product:
         return lambda x: (x @ nvfp4_dequantize_weight(tensors, columns, x).T) * weight.global_scale
 
-    return _of(weight, product)
+    _require_compiled(weight)
+    return _of(_prepared(weight), product)
 
 
 def _whole(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
 
-    def product(tensors: Any) -> Product:
-        return lambda x: nvfp4_weight_linear(x, tensors, weight.global_scale)
-
-    return _of(weight, product)
+    return _fused(weight, nvfp4_weight_linear)
 
 
-def _of(weight: Weight, product: Callable[[Any], Product]) -> Prepared:
+def _fused(weight: Weight, operator: Callable[..., Tensor]) -> Prepared:
+    """An operator with factors, bias and silu · mul."""
     _require_compiled(weight)
-    tensors = _prepared(weight)
+    tensors, scale = _prepared(weight), weight.global_scale
 
+    def with_factors(x: Tensor, factors: Tensor, bias: Tensor) -> Tensor:
+        return operator(x, tensors, scale, column_scale=factors, bias=bias)
+
+    return replace(
+        _of(tensors, lambda used: lambda x: operator(x, used, scale)),
+        with_factors=with_factors,
+        with_silu=lambda x: operator(x, tensors, scale, silu_mul=True),
+    )
+
+
+def _of(tensors: Any, product: Callable[[Any], Product]) -> Prepared:
     def again() -> Product:
         copied = tensors._replace(codes=tensors.codes.clone(), scales=tensors.scales.clone())
         return product(copied)
@@ -136,8 +144,8 @@ def _cpu(kernel: str, weight: Weight) -> Prepared:
         raise Refused(f"this processor has no {level}, or nibble-kernels was not compiled")
     use_cpu_level(level)
     packed = pack_weight(weight.codes, weight.scales)
-    factor = torch.tensor(weight.global_scale)
-    inverse = torch.tensor(1 / INPUT_SCALE) if form == "fp4" else None
+    factor = torch.tensor(weight.global_scale, dtype=torch.float32)
+    inverse = torch.tensor(1 / INPUT_SCALE, dtype=torch.float32) if form == "fp4" else None
 
     def product(tensors: Any) -> Product:
         return lambda x: nvfp4_packed_linear(x, tensors, factor, input_scale_inv=inverse)
@@ -156,6 +164,6 @@ def stored_activations(x: Tensor, form: str) -> Tensor | None:
 
     from nibble.trials.worker.truth import values
 
-    inverse = torch.tensor(1 / INPUT_SCALE, device=x.device)
+    inverse = torch.tensor(1 / INPUT_SCALE, dtype=torch.float32, device=x.device)
     codes, scales = nvfp4_quant(x, inverse, tiled=False, exact=True)
     return values(codes, scales) * INPUT_SCALE

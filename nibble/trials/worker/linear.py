@@ -53,10 +53,27 @@ def compared(trial: Trial, prepared: Prepared, truth: Truth, say: Teller) -> tup
         x = activations(rows, truth.shape[1], trial.device)
         y = product(x)
         fault, error = truth.fault(y, x, prepared.form, stored_activations(x, prepared.form))
+        worst = max(worst, error)
+        if not fault:
+            fault, error = compared_epilogues(prepared, truth, x)
+            worst = max(worst, error)
         if fault:
             return fault, error
-        worst = max(worst, error)
     return "", worst
+
+
+def compared_epilogues(prepared: Prepared, truth: Truth, x: Tensor) -> tuple[str, float]:
+    """The first fault of what a kernel does after the sum, and the largest error."""
+    fault, worst = "", 0.0
+    if prepared.with_factors is not None:
+        factors = activations(1, truth.shape[0], str(x.device), seed=4)[0].float().abs() + 0.5
+        bias = activations(1, truth.shape[0], str(x.device), seed=5)[0]
+        y = prepared.with_factors(x, factors, bias)
+        fault, worst = truth.fault_of_factors(y, x, factors, bias)
+    if prepared.with_silu is not None and not fault:
+        fault, error = truth.fault_of_silu(prepared.with_silu(x), x)
+        worst = max(worst, error)
+    return fault, worst
 
 
 def timed(trial: Trial, prepared: Prepared, shape: Shape, say: Teller) -> dict[str, float]:
