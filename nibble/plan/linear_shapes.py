@@ -15,9 +15,16 @@ SPLIT_COLUMNS = frozenset(
     "o_proj down_proj out_proj wo w2 dense_4h_to_h c_proj fc2 linear_proj".split()
 )
 
+VOCABULARY_PADDING = 64  # vllm 0.32 vocab_parallel_embedding.py:23
+
 
 def linear_uses(checkpoint: Checkpoint, tensor_parallel: int, form: Form) -> tuple[Use, ...]:
-    """Each distinct shape with its number of layers, the largest first; drafts are left out."""
+    """Each distinct shape with its number of layers, the largest first; drafts are left out.
+
+    None for Quartet II, whose layers have one kernel for all shapes (plugin/quartet2.py).
+    """
+    if checkpoint.scheme.vllm_quantization == "quartet2":
+        return ()
     layers: defaultdict[str, list[Nvfp4Weight]] = defaultdict(list)
     for weight in dense_weights(checkpoint.nvfp4):
         if not weight.is_draft:
@@ -35,7 +42,10 @@ def linear_uses(checkpoint: Checkpoint, tensor_parallel: int, form: Form) -> tup
 def _on_one_gpu(parts: list[Nvfp4Weight], tensor_parallel: int) -> Shape | None:
     """The shape of a fused layer's part; None for a layer that does not divide."""
     rows, columns = sum(part.rows for part in parts), parts[0].columns
-    if parts[0].module.rpartition(".")[2] in SPLIT_COLUMNS:
+    name = parts[0].module.rpartition(".")[2]
+    if name == "lm_head":
+        rows = -(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING
+    if name in SPLIT_COLUMNS:
         columns, rest = divmod(columns, tensor_parallel)
     else:
         rows, rest = divmod(rows, tensor_parallel)

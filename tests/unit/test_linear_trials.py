@@ -21,10 +21,11 @@ from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.plan import Plan
 from nibble.serve import first_trials
+from nibble.trials import tune as tune_module
 from nibble.trials.catalog import OURS
 from nibble.trials.place import place_of
 from nibble.trials.record import Record, ShapeTimes, open_record
-from nibble.trials.trial import Outcome, Verdict
+from nibble.trials.trial import Outcome, Verdict, shape_name
 from tests.support.hardware import GIB, HOPPER
 from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
@@ -253,3 +254,62 @@ def test_shapes_of_layers_divide_over_gpus() -> None:
 def test_shapes_of_the_plugins_options_are_checked(value: Any) -> None:
     with pytest.raises(ValueError, match="vllm_shapes"):
         Options.from_config({"nibble": {"vllm_shapes": value}})
+
+
+def test_a_first_start_keeps_what_it_measured_and_names_a_fault(
+    blackwell: Machine, w4a16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts: dict[str, Verdict] = {}
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        assert rest["work_s"] == 15.0 and all(trial.device == "cuda" for trial in trials)
+        return [
+            Outcome(
+                trial.name,
+                verdicts.get(trial.name, "right"),
+                ran="Marlin" if trial.name != OURS else "nibble",
+                times={
+                    shape_name(shape): {"1": 5.0 if trial.name == OURS else 10.0}
+                    for shape in trial.shapes
+                },
+            )
+            for trial in trials
+        ]
+
+    monkeypatch.setattr(tune_module, "run_trials", run)
+    before = blackwell.plan(w4a16)
+    record = first_trials.should_try(before, blackwell.folder, print)
+    assert record is not None
+    said: list[str] = []
+    verdicts[OURS] = "hung"
+    first_trials.try_kernels(before, record, {}, said.append)
+    assert said[0].startswith("trying nibble's and vLLM's linear kernels on this GPU, once")
+    assert said[1:] == ["nibble: hung"]
+    after = blackwell.plan(w4a16)
+    assert options(after) == {} and "is not used: nibble: hung" in (
+        after.choices["linear_kernel"].reason
+    )
+    verdicts.clear()
+    first_trials.try_kernels(before, record, {}, said.append)
+    assert options(blackwell.plan(w4a16)) == {"linear_kernel": "nibble"} and len(said) == 3
+
+
+def test_another_kernel_of_vllms_is_tried_after_a_fault_of_its_choice(
+    blackwell: Machine, w4a4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        tried.extend(trial.name for trial in trials)
+        return [
+            Outcome(trial.name, "crashed" if "auto" in trial.name else "right") for trial in trials
+        ]
+
+    for module in (tune_module, first_trials):
+        monkeypatch.setattr(module, "run_trials", run)
+    before = blackwell.plan(w4a4)
+    record = first_trials.should_try(before, blackwell.folder, print)
+    assert record is not None
+    first_trials.try_kernels(before, record, {}, print)
+    assert tried == ["vllm:auto:fp4", "vllm:flashinfer_cutlass:fp4", "vllm:marlin:bf16"]
+    assert blackwell.plan(w4a4).args["--linear-backend"].value == "flashinfer_cutlass"
