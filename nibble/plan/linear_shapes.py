@@ -15,7 +15,7 @@ SPLIT_COLUMNS = frozenset(
     "o_proj down_proj out_proj wo w2 dense_4h_to_h c_proj fc2 linear_proj".split()
 )
 
-VOCABULARY_PADDING = 64  # vllm 0.32 vocab_parallel_embedding.py:23
+VOCABULARY_PADDING = 64  # vllm 0.32 vocab_parallel_embedding.py:36
 
 
 def linear_uses(checkpoint: Checkpoint, tensor_parallel: int, form: Form) -> tuple[Use, ...]:
