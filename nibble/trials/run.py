@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from nibble.machine.paths import root
+from nibble.machine.processes import run_delay_s
 from nibble.printable import printable
 from nibble.trials.trial import PHASE_LIMITS, START_S, Outcome, Trial, ended_early, out_of_time
 
 END_S = 10.0  # for the driver to take a killed process's kernels from the GPU
 LINE_CHARS = 300
+LONGEST_WAIT = 5  # times a phase's limit, for a CPU that others use
 # Secrets and settings of servers that a kernel's process does not need.
 WITHHELD = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL")
 
@@ -69,6 +71,8 @@ def environment(trial: Trial, environ: Mapping[str, str]) -> dict[str, str]:
     }
     path = os.pathsep.join(filter(None, [str(root()), environ.get("PYTHONPATH")]))
     added = {"PYTHONPATH": path, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    # On a busy machine, threads that spin at a barrier keep the CPU from those they wait for.
+    added["OMP_WAIT_POLICY"] = "PASSIVE"
     if trial.device == "cpu":
         added["CUDA_VISIBLE_DEVICES"] = ""
     return {**kept, **added}
@@ -86,7 +90,8 @@ class _Process:
     ) -> None:
         self._trial, self._environ = trial, environment(trial, environ)
         self._work_s, self._until = work_s, until
-        self._phase, self._since = "start", time.monotonic()
+        self._phase, self._since, self._delay_s = "start", time.monotonic(), 0.0
+        self._pid = 0
         self._work_until: float | None = None
         self._times: dict[str, dict[str, float]] = {}
 
@@ -100,6 +105,7 @@ class _Process:
                 env=self._environ,
                 start_new_session=True,  # so that its children end with it
             )
+            self._pid = child.pid
             try:
                 return self._follow(child, errors)
             finally:
@@ -115,7 +121,7 @@ class _Process:
             ready.register(descriptor, selectors.EVENT_READ)
             while True:
                 left = self._end_of_phase() - time.monotonic()
-                if left <= 0:
+                if left <= 0 and (left := self._end_on_a_busy_machine() - time.monotonic()) <= 0:
                     return self._at_a_limit()
                 if not ready.select(left):
                     continue
@@ -143,14 +149,22 @@ class _Process:
     def _enter(self, phase: str) -> None:
         if self._phase == "start" and phase != "start" and self._work_s is not None:
             self._work_until = time.monotonic() + self._work_s
-        self._phase, self._since = phase, time.monotonic()
+        self._phase, self._since, self._delay_s = phase, time.monotonic(), run_delay_s(self._pid)
 
-    def _end_of_phase(self) -> float:
+    def _end_of_phase(self, extension_s: float = 0.0) -> float:
         """When the phase, the work or all trials have to end, on the clock of time.monotonic."""
         kind = self._phase.partition(":")[0]
         limit = float("inf") if kind == "wait" else PHASE_LIMITS.get(kind, START_S)
-        ends = [self._since + limit, self._work_until, self._until]
+        ends = [self._since + limit + extension_s, self._work_until, self._until]
         return min(end for end in ends if end is not None)
+
+    def _end_on_a_busy_machine(self) -> float:
+        """The same, later by the time in which the process waited for a CPU: other programs slow a
+        kernel down, and it does not hang.
+        """
+        waited = run_delay_s(self._pid) - self._delay_s
+        limit = PHASE_LIMITS.get(self._phase.partition(":")[0], START_S)
+        return self._end_of_phase(min(max(0.0, waited), LONGEST_WAIT * limit))
 
     def _at_a_limit(self) -> Outcome:
         now = time.monotonic()
