@@ -12,12 +12,14 @@ from nibble.cli.common import say
 from nibble.cli.selftest import faults_of
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.gpu_users import gpu_uses
 from nibble.machine.hardware import detect
 from nibble.plan.choice import values_of
 from nibble.plan.gather import Asked, choose_target, plan_for, read_wishes
 from nibble.plan.linear_kernel import DEFAULT_SEQUENCES
 from nibble.plan.linear_shapes import linear_uses
 from nibble.trials.choose import TIMED_ROWS, Form, ShapeChoice, Use, choose
+from nibble.trials.findings import not_idle
 from nibble.trials.place import place_of
 from nibble.trials.record import open_record
 from nibble.trials.trial import Outcome
@@ -50,6 +52,8 @@ def tune_model(
             action="run `nibble selftest` to check the CPU's kernels",
         )
     uses, sequences, child = _wanted(asked, given)
+    for finding in not_idle(gpu_uses(gpu.index for gpu in hardware.gpus)):
+        say(f"warning: {finding.line()}")
     record = open_record(asked.cache, place_of(target, hardware), say)
     with_ours = not (target.features.has_fp4_mma and any(use.form == "fp4" for use in uses))
     kept, outcomes = tune(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from nibble.machine.gpu_users import gpu_uses
 from nibble.plan.plan import Plan
 from nibble.trials.catalog import OURS, vllm_kernels
 from nibble.trials.choose import vllm_choice, vllm_fault
+from nibble.trials.findings import not_idle
 from nibble.trials.place import place_of
 from nibble.trials.record import Record, open_record
 from nibble.trials.run import run_trials
@@ -52,9 +54,11 @@ def try_kernels(plan: Plan, record: Record, environ: Mapping[str, str], say: Say
     )
     child = plan.vllm_environ(environ)
     wanted = missing(kernels.uses, record) or kernels.uses
-    kept, outcomes = tune(
-        wanted, record, child, with_ours=kernels.tries_ours, timed=kernels.is_timed
-    )
+    busy = not_idle(gpu_uses(gpu.index for gpu in plan.hardware.gpus))
+    if kernels.is_timed and busy:
+        say(f"{busy[0].what}: a start on an idle GPU measures times")
+    timed = kernels.is_timed and not busy
+    kept, outcomes = tune(wanted, record, child, with_ours=kernels.tries_ours, timed=timed)
     if vllm_fault(kept, wanted) and not kernels.tries_ours:
         kept = kept.with_outcomes(run_trials(_others(plan), child, at_once=4, work_s=WORK_S))
     for outcome in outcomes:

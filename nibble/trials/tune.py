@@ -66,6 +66,6 @@ def tune(
     }
     kept = record.with_outcomes(outcomes)
     ours = by_name.get(OURS)
-    if ours is None or ours.is_fault:
+    if ours is None or ours.is_fault or not timed:
         return kept, outcomes
     return kept.with_shapes(times_of(uses, ours, theirs)), outcomes

@@ -14,6 +14,7 @@ from nibble.canary.kernels import expectations
 from nibble.checkpoint import read_checkpoint
 from nibble.engine import installed
 from nibble.engine.contract import Options
+from nibble.machine.gpu_users import GpuUse
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.targets import load_target
 from nibble.plan import gather
@@ -277,10 +278,17 @@ def test_a_first_start_keeps_what_it_measured_and_names_a_fault(
         ]
 
     monkeypatch.setattr(tune_module, "run_trials", run)
+    uses = [GpuUse(0, 1, 5 << 30, 90)]
+    monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: uses)
     before = blackwell.plan(w4a16)
     record = first_trials.should_try(before, blackwell.folder, print)
     assert record is not None
     said: list[str] = []
+    first_trials.try_kernels(before, record, {}, said.append)
+    assert "GPU 0 is in use: 1 process, 5.0 GiB, 90 % busy: a start on an idle GPU" in said[1]
+    assert tries(blackwell, blackwell.plan(w4a16)) and not blackwell.record("sm120").shapes
+    uses.clear()
+    said.clear()
     verdicts[OURS] = "hung"
     first_trials.try_kernels(before, record, {}, said.append)
     assert said[0].startswith("trying nibble's and vLLM's linear kernels on this GPU, once")
@@ -307,6 +315,7 @@ def test_another_kernel_of_vllms_is_tried_after_a_fault_of_its_choice(
 
     for module in (tune_module, first_trials):
         monkeypatch.setattr(module, "run_trials", run)
+    monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: [])
     before = blackwell.plan(w4a4)
     record = first_trials.should_try(before, blackwell.folder, print)
     assert record is not None
