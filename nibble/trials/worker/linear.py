@@ -49,8 +49,9 @@ def compared(trial: Trial, prepared: Prepared, truth: Truth, say: Teller) -> tup
     for rows in trial.rows:
         if rows < prepared.least_rows or rows > (prepared.most_rows or rows):
             continue
-        say(f"run:{shape_name(truth.shape)} with {rows} rows")
         x = activations(rows, truth.shape[1], trial.device)
+        first_call(trial, prepared, truth.shape, x, say)
+        say(f"run:{shape_name(truth.shape)} with {rows} rows")
         y = product(x)
         fault, error = truth.fault(y, x, prepared.form, stored_activations(x, prepared.form))
         worst = max(worst, error)
@@ -89,13 +90,25 @@ def timed(trial: Trial, prepared: Prepared, shape: Shape, say: Teller) -> dict[s
         for rows in trial.timed_rows:
             if rows < prepared.least_rows or rows > (prepared.most_rows or rows):
                 continue
-            say(f"run:{shape_name(shape)} with {rows} rows, timed")
             x = activations(rows, shape[1], trial.device)
+            first_call(trial, prepared, shape, x, say)
+            say(f"run:{shape_name(shape)} with {rows} rows, timed")
             # Prompts read a weight once for many rows, so caches matter less.
             used = products if rows <= 64 else products[:2]
             calls = [partial(_call, with_fault(product, trial.plant), x) for product in used]
             found[str(rows)] = round(seconds_of(calls, trial.device, trial.seconds_each) * 1e6, 3)
     return found
+
+
+def first_call(trial: Trial, prepared: Prepared, shape: Shape, x: Tensor, say: Teller) -> None:
+    """Call a kernel of vLLM's in the phase that may compile: some compile for each number of rows.
+    nibble's kernels are compiled.
+    """
+    if trial.kernel.startswith("vllm:"):
+        say(f"prepare:{shape_name(shape)} with {len(x)} rows")
+        prepared.product(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
 
 
 def _call(product: Product, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def values(codes: Tensor, scales: Tensor) -> Tensor:
     )
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     return (
-        signed[nibbles.int()].unflatten(-1, (-1, 16)) * scales.to(torch.float64)[..., None]
+        signed[nibbles.int()].unflatten(-1, (-1, 16)) * scales.float().double()[..., None]
     ).flatten(-2)
 
 
