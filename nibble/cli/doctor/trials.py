@@ -28,6 +28,6 @@ def check_record(record: Record) -> Check:
         return Check(NAME, "warning", f"kernels at fault: {'; '.join(bad)}", fix)
     right = sum(outcome.verdict == "right" for outcome in outcomes)
     if not right:
-        what = f"not run for this device, driver and build; `{COMMAND}` takes about a minute"
+        what = f"not run for this device, driver and build; `{COMMAND}` takes one to two minutes"
         return Check(NAME, "ok", what)
     return Check(NAME, "ok", f"{right} kernels and measurements are right on this device")
