@@ -64,6 +64,8 @@ class Options:
     - vllm_shapes: rows and columns of the layers that keep vLLM's choice with linear_kernel nibble,
       such as 4096x14336,6144x4096; the plan sets it from trials on this machine.
     - compact_json: whether JSON by a schema has no blanks between its values.
+    - sparse_fp4: whether nibble's linear kernel packs weights that are 2:4 sparse
+      (nibble_kernels.nvfp4_sparse).
     - step_graph: whether a decode step runs from CUDA graphs as a whole (plugin/step_graph).
     """
 
@@ -73,6 +75,7 @@ class Options:
     moe_kernel: Kernel = "vllm"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"
+    sparse_fp4: Switch = "off"
     step_graph: Switch = "off"
     vllm_shapes: str = ""
 

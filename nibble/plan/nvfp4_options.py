@@ -44,6 +44,8 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
     for part in ("linear", "moe"):
         if plugin_options.get(f"{part}_kernel") == "nibble":
             _check_our_kernel(part, checkpoint, target, flags)
+    if plugin_options.get("sparse_fp4") == "on":
+        _check_sparse(plugin_options)
     if checkpoint is None:
         return
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
@@ -72,6 +74,17 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
             what=what,
             expected="a separate, unquantized output head",
             action=action,
+        )
+
+
+def _check_sparse(plugin_options: Mapping[str, Any]) -> None:
+    """Raise CONFIG if another kernel than nibble's multiplies the weights."""
+    if plugin_options.get("linear_kernel") != "nibble":
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what="NIBBLE_SPARSE_FP4=on needs nibble's linear kernel, but the plan has vLLM's",
+            expected="NIBBLE_LINEAR_KERNEL=nibble on a GPU",
+            action="set NIBBLE_LINEAR_KERNEL=nibble, or unset NIBBLE_SPARSE_FP4",
         )
 
 

@@ -21,7 +21,7 @@ from tests.support.changes import OPERATORS
 from tests.support.kernels.kernel_build import KERNELS
 from tests.support.releases.cuda_tools import NVCC, disassembler
 
-PACKAGE = KERNELS / "src/nibble_kernels"
+PACKAGE, HERE = KERNELS / "src/nibble_kernels", Path(__file__).parent
 SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("**/*.cu"))
 FAST = [
     ("120f", "activation_quant/kernel.cu"),
@@ -79,7 +79,7 @@ def compile_source(arch: str, source: str, folder: Path) -> tuple[str, Path]:
         str(torch_headers),
         "-o",
         str(cubin),
-        str(PACKAGE / source),
+        str(PACKAGE / source if (PACKAGE / source).exists() else HERE / source),
     ]
     subprocess.run(words, check=True, cwd=folder)
     return next(folder.glob("*.ptx")).read_text(), cubin
@@ -221,6 +221,96 @@ def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for:
     shared = {(tokens, "1", sharing) for tokens in ("32", "64", "128") for sharing in "012"}
     shared |= {("128", "2", "0"), ("128", "2", "2")}
     assert seen >= {(operand, *one) for operand in ("Bfloat", "Half") for one in shared}
+
+
+OMMA, SPARSE_OMMA = (
+    "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X",
+    "OMMA.SF.SP.168128.F32.E2M1.E2M1.UE4M3.4X",
+)
+SM12X_AND_ONE_SLOW = ["120f", "121a", pytest.param("90a", marks=pytest.mark.slow)]
+
+
+@cache
+def products_of(cubin: Path) -> dict[str, Counter[str]]:
+    """Tensor core instructions of each kernel."""
+    return {
+        name: Counter(re.findall(r"\b[HOQ]MMA\.[A-Z0-9.]+", body))
+        for name, body in sass_functions(cubin)
+    }
+
+
+def assert_nothing_spilled(cubin: Path, kernels: int) -> None:
+    tool = disassembler()
+    usage = subprocess.run(
+        [tool / "cuobjdump", "-res-usage", cubin],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": str(tool)},
+    ).stdout
+    assert re.findall(r"STACK:(\d+)", usage) == ["0"] * kernels
+    assert not any(re.search(r"\b(LDL|STL)\b", body) for _, body in sass_functions(cubin))
+
+
+@pytest.mark.parametrize("arch", ["90a", "100f", "120f", "121a"])
+def test_fp4_products_are_instructions_where_the_target_has_them(
+    arch: str, compile_for: Compiler
+) -> None:
+    """Elsewhere four products of f16 stand for a dense one, eight for a sparse one."""
+    _, cubin = compile_for(arch, "fp4_products.cu")
+    found = {"sparse" in name: products for name, products in products_of(cubin).items()}
+    dense = {OMMA: 1} if arch.startswith("12") else {"HMMA.16816.F32": 4}
+    assert found[False] == dense
+    assert found[True] == ({SPARSE_OMMA: 1} if arch == "121a" else {"HMMA.16816.F32": 8})
+
+
+@pytest.mark.parametrize("arch", ["120f", "121a"])
+def test_the_w4a4_kernel_is_compiled_to_what_it_counts_on(arch: str, compile_for: Compiler) -> None:
+    """Two products for each 8 tokens, bulk copies, no spills; the shared memory is asserted in
+    w4a4.cuh.
+    """
+    _, cubin = compile_for(arch, "nvfp4_linear/w4a4.cu")
+    assert_nothing_spilled(cubin, 6)
+    for name, body in sass_functions(cubin):
+        form = re.search(r"FormILj(\d+)E", name)
+        assert form and products_of(cubin)[name] == {OMMA: int(form[1]) // 4}, name
+        assert "UBLKCP" in body and "SYNCS.PHASECHK" in body, name
+
+
+@pytest.mark.slow
+def test_the_emulated_w4a4_kernel_multiplies_in_f16(compile_for: Compiler) -> None:
+    _, cubin = compile_for("90a", "nvfp4_linear/w4a4.cu")
+    for name, products in products_of(cubin).items():
+        form = re.search(r"FormILj(\d+)E", name)
+        assert form and products == {"HMMA.16816.F32": int(form[1])}, name
+
+
+@pytest.mark.parametrize("arch", SM12X_AND_ONE_SLOW)
+def test_the_fp8_kernel_is_compiled_to_what_it_counts_on(arch: str, compile_for: Compiler) -> None:
+    """E4M3 products on SM12x; two of f16 for each elsewhere."""
+    _, cubin = compile_for(arch, "fp8_linear/kernel.cu")
+    assert_nothing_spilled(cubin, 12)
+    for name, products in products_of(cubin).items():
+        groups = re.search(r"Lj(\d)ELb", name)
+        assert groups
+        count = 8 * int(groups[1])
+        sm12x = {"QMMA.16832.F32.E4M3.E4M3": count}
+        assert products == ({"HMMA.16816.F32": 2 * count} if arch == "90a" else sm12x), name
+
+
+@pytest.mark.parametrize("arch", SM12X_AND_ONE_SLOW)
+def test_the_sparse_kernel_is_compiled_to_what_it_counts_on(
+    arch: str, compile_for: Compiler
+) -> None:
+    _, cubin = compile_for(arch, "nvfp4_sparse/kernel.cu")
+    assert_nothing_spilled(cubin, 4)
+    for name, body in sass_functions(cubin):
+        groups, half = re.search(r"Lj(\d)E", name), "11HalfOperand" in name
+        assert groups
+        opcode = "HMMA.SP.16832.F32" + ("" if half else ".BF16")
+        assert products_of(cubin)[name] == {opcode: 4 * int(groups[1])}, name
+        unpacked = len(re.findall(r"F2FP\.F16\.E2M1\.UNPACK_B", body))
+        assert unpacked == (16 if half and arch != "90a" else 0), name
 
 
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:

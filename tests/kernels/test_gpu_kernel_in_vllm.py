@@ -15,6 +15,7 @@ import torch
 from tests.support.changes import OPERATORS
 from tests.support.in_vllm import cloverlm_answers as cloverlm
 from tests.support.in_vllm import vllm_logprobs
+from tests.support.kernels.kernel_cases import assert_rounded_once, packed_weight, values_of
 from tests.support.models import cloverlm_models
 from tests.support.models.generated_nvfp4 import Form, Shape, write_checkpoint
 from tests.support.paths import python_path
@@ -83,6 +84,60 @@ def test_a_shape_that_is_left_to_vllm_has_another_kernel_and_answers_as_before(
     assert largest_difference(modelopt, modelopt_left) < BF16_ROUNDING
     assert largest_difference(compressed, compressed_left) < BF16_ROUNDING
     assert [bool(layers) for layers in fused] == [True, False, True, False]
+
+
+def make_sparse(folder: Path, but: str) -> str:
+    """Two of four neighbouring codes become zero in every NVFP4 weight whose name lacks `but`."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    for name, tensor in json.loads(data[8 : 8 + size]).items():
+        if tensor.get("dtype") == "U8" and but not in name:
+            begin, end = (8 + size + offset for offset in tensor["data_offsets"])
+            data[begin + 1 : end : 2] = bytes((end - begin) // 2)
+    path.write_bytes(data)
+    return str(folder)
+
+
+def test_sparse_weights_answer_as_dense_ones(installed: Path, tmp_path: Path) -> None:
+    """Of a model with sparse layers and dense ones; few rows, and more than the kernel takes."""
+    folder = make_sparse(write_checkpoint(tmp_path / "model", Shape(), "modelopt"), but="o_proj")
+    sparse = {"additional_config": {"nibble": OURS | {"sparse_fp4": "on"}}}
+    jobs: list[vllm_logprobs.Job] = [
+        (folder, OPTIONS | options, prompt)
+        for options in (OUR_OPTIONS, sparse)
+        for prompt in (PROMPT, PROMPT * 13)
+    ]
+    (short, long, *ours), _ = run(installed, tmp_path, jobs)
+    for one, other in zip(ours, (short, long), strict=True):
+        assert largest_difference(one, other) < BF16_ROUNDING
+
+
+def test_the_kernel_packs_what_is_sparse(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nibble.engine.contract import Options
+    from nibble.engine.plugin import cuda
+
+    weight, scales = packed_weight(24, 160)
+    sparse = weight.clone()
+    sparse[:, 1::2] = 0
+    monkeypatch.setattr(cuda, "runs_here", lambda: (True, None))
+    monkeypatch.setattr(cuda, "current_options", lambda: Options(sparse_fp4="on"))
+    x = torch.randn(3, 160).bfloat16()
+    for codes, is_sparse in ((weight, False), (sparse, True)):
+        layer = SimpleNamespace(
+            weight=torch.nn.Parameter(codes, requires_grad=False),
+            weight_scale=torch.nn.Parameter(scales, requires_grad=False),
+            weight_global_scale=torch.tensor(0.01),
+            params_dtype=torch.bfloat16,
+        )
+        kernel = cuda.NibbleNvFp4LinearKernel(cuda.NvFp4LinearLayerConfig())
+        kernel.process_weights_after_loading(layer)
+        assert kernel.is_sparse == is_sparse
+        y = kernel.apply_weights(layer, x)
+        factor = torch.tensor(0.01).double()
+        assert_rounded_once(y, x, values_of(codes, scales), factor)
 
 
 def test_experts_answer_as_the_same_weights_in_bf16(installed: Path, tmp_path: Path) -> None:

@@ -123,6 +123,14 @@ def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(
     assert "needs an NVFP4 checkpoint" in plain.what
 
 
+def test_sparse_weights_need_nibbles_linear_kernel(model: Path) -> None:
+    asked = plan(model, NIBBLE_SPARSE_FP4="on", target="hopper").args[FLAG].value["nibble"]
+    assert asked["sparse_fp4"] == "on" and asked["linear_kernel"] == "nibble"  # hopper's auto
+    for target in ("gb10", "cpu"):
+        error = refused(model, "--sparse-fp4", "on", "--target", target)
+        assert "NIBBLE_SPARSE_FP4=on needs nibble's linear kernel" in error.what
+
+
 def test_nibbles_experts_are_asked_for_by_name_and_refused_where_there_are_none(
     model: Path, tmp_path: Path
 ) -> None:

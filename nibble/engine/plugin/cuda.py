@@ -11,6 +11,7 @@ from nibble_kernels.library import load
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, wants_native
 from nibble_kernels.nvfp4_moe.gpu import PreparedExperts, nvfp4_weight_moe, prepare_experts
+from nibble_kernels.nvfp4_sparse import SparseWeight, nvfp4_sparse_weight_linear
 from torch import Tensor
 from torch.nn import Parameter
 from vllm import envs
@@ -25,6 +26,8 @@ from nibble.engine.plugin.experts import (
     local_ids,
     swiglu,
 )
+from nibble.engine.plugin.options import current_options
+from nibble.engine.plugin.sparse import pack_if_sparse
 
 
 def runs_here() -> tuple[bool, str | None]:
@@ -61,6 +64,7 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
     """
 
     fuses_column_scale = True
+    is_sparse = False
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -71,30 +75,39 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace codes and scales by those of prepare_weight. Raises ValueError if the number of
-        rows is not a multiple of 8.
+        """Replace codes and scales by those of prepare_weight, or of pack_sparse with the option
+        sparse_fp4. Raises ValueError if the number of rows is not a multiple of 8.
         """
         codes = layer.weight.data
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
+        self.global_scale = float(layer.weight_global_scale)
+        if current_options().sparse_fp4 == "on" and (sparse := pack_if_sparse(layer, dtype)):
+            layer.weight = Parameter(sparse.codes, requires_grad=False)
+            layer.weight_places = Parameter(sparse.places, requires_grad=False)
+            layer.weight_scale = Parameter(sparse.scales, requires_grad=False)
+            self.rows, self.native, self.is_sparse = sparse.rows, sparse.native, True
+            return
         prepared = prepare_weight(codes, layer.weight_scale.data, wants_native(dtype, codes.device))
         layer.weight = Parameter(prepared.codes, requires_grad=False)
         layer.weight_scale = Parameter(prepared.scales, requires_grad=False)
         self.rows, self.native = prepared.rows, prepared.native
-        self.global_scale = float(layer.weight_global_scale)
 
     def apply_weights(
         self, layer: Any, x: Tensor, bias: Tensor | None = None, *, silu_mul: bool = False
     ) -> Tensor:
         """x [..., K] to [..., N], or to [..., N/2] with silu_mul."""
-        return nvfp4_weight_linear(
-            x,
-            PreparedWeight(layer.weight, layer.weight_scale, self.rows, self.native),
-            self.global_scale,
-            column_scale=getattr(layer, "weight_column_scale", None),
-            bias=bias,
-            silu_mul=silu_mul,
-            batch_invariant=envs.VLLM_BATCH_INVARIANT,
-        )
+        options: dict[str, Any] = {
+            "column_scale": getattr(layer, "weight_column_scale", None),
+            "bias": bias,
+            "silu_mul": silu_mul,
+            "batch_invariant": envs.VLLM_BATCH_INVARIANT,
+        }
+        codes, scales = layer.weight, layer.weight_scale
+        if self.is_sparse:
+            sparse = SparseWeight(codes, layer.weight_places, scales, self.rows, self.native)
+            return nvfp4_sparse_weight_linear(x, sparse, self.global_scale, **options)
+        weight = PreparedWeight(codes, scales, self.rows, self.native)
+        return nvfp4_weight_linear(x, weight, self.global_scale, **options)
 
 
 class _GpuExperts(Experts):

@@ -156,6 +156,15 @@ class EngineOptions(BaseModel):
         flag="--moe-kernel",
         expected="vllm or nibble",
     )
+    sparse_fp4: contract.Switch = option(
+        "off",
+        "Engine",
+        "2:4 sparse NVFP4 weights: `on` packs each weight of nibble's linear kernel that is exactly"
+        " 2:4 sparse into 7/9 of its bytes, `off` reads all as dense (docs/kernels/blackwell.md).",
+        "NIBBLE_SPARSE_FP4",
+        flag="--sparse-fp4",
+        expected="on or off",
+    )
     act_scale_mode: contract.ScaleMode = option(
         "token",
         "Engine",

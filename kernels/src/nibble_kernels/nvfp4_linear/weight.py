@@ -73,7 +73,7 @@ def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeigh
     scales_by_lane = _padded(stored, 1, ONE).unflatten(-1, (-1, QUARTERS, 2))
     tiles = by_lane.permute(1, 3, 0, 2, 4, 5).flatten(3, 4).contiguous()
     return PreparedWeight(
-        tiles if native else _shifted(tiles),
+        tiles if native else shifted(tiles),
         scales_by_lane.permute(1, 3, 2, 4, 0, 5).flatten(2, 3).flatten(3).contiguous(),
         rows,
         native,
@@ -85,7 +85,7 @@ def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]
     row.
     """
     codes, scales, rows, native = weight
-    codes = codes if native else _shifted_back(codes)
+    codes = codes if native else shifted_back(codes)
     by_row = (
         codes.unflatten(3, (GROUP, QUARTERS)).permute(2, 0, 3, 1, 4, 5).flatten(3).flatten(1, 2)
     )
@@ -101,7 +101,7 @@ def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]
     )
 
 
-def _shifted(codes: Tensor) -> Tensor:
+def shifted(codes: Tensor) -> Tensor:
     words = codes.view(torch.int32)
     shifted = torch.zeros_like(words)
     for bit, place in _places():
@@ -109,7 +109,7 @@ def _shifted(codes: Tensor) -> Tensor:
     return shifted.view(torch.uint8)
 
 
-def _shifted_back(codes: Tensor) -> Tensor:
+def shifted_back(codes: Tensor) -> Tensor:
     words = codes.view(torch.int32)
     native = torch.zeros_like(words)
     for bit, place in _places():

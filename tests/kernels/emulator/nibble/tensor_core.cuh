@@ -26,6 +26,9 @@
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct alignas(8) float2 {
   float x, y;
 };
@@ -90,7 +93,7 @@ struct EmulatedBlock {
     const uint32_t* a;
   };
   struct Lane {
-    uint32_t a[4], b[2];
+    uint32_t a[4], b[2], sparse_b[4], places;
     uint64_t shuffled;
     std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
   };
@@ -217,6 +220,66 @@ inline void mma_halves(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
                        uint32_t b1) {
   mma(half_of, sum, {a0, a1, a2, a3}, {b0, b1});
 }
+
+// As PTX has m16n8k32 of bytes: a register's four columns are neighbours.
+inline void mma_e4m3(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                     uint32_t b1) {
+  const uint32_t own = threadIdx.x % 32;
+  std::ranges::copy(std::array{a0, a1, a2, a3}, emulated_lane(own).a);
+  std::ranges::copy(std::array{b0, b1}, emulated_lane(own).b);
+  meet_warp();
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t row = own / 4 + i / 2 * 8, column = own % 4 * 2 + i % 2;
+    double total = sum[i];
+    for (uint32_t k = 0; k < 32; ++k) {
+      const uint32_t a = emulated_lane(row % 8 * 4 + k % 16 / 4).a[k / 16 * 2 + row / 8],
+                     b = emulated_lane(column * 4 + k % 16 / 4).b[k / 16];
+      total += double{e4m3_value(a >> k % 4 * 8 & 255)} * e4m3_value(b >> k % 4 * 8 & 255);
+    }
+    sum[i] = static_cast<float>(total);
+  }
+  meet_warp();
+}
+
+// As PTX has mma.sp.m16n8k32 of two-byte numbers.
+template <uint32_t Lanes, class Value>
+void mma_sparse(Value&& value, float (&sum)[4], const uint32_t (&a)[4], const uint4& b, uint32_t places) {
+  const uint32_t own = threadIdx.x % 32;
+  EmulatedBlock::Lane& lane = emulated_lane(own);
+  std::ranges::copy(a, lane.a);
+  std::ranges::copy(std::array{b.x, b.y, b.z, b.w}, lane.sparse_b);
+  lane.places = places;
+  meet_warp();
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t row = own / 4 + i / 2 * 8, column = own % 4 * 2 + i % 2;
+    double total = sum[i];
+    for (uint32_t stored = 0; stored < 16; ++stored) {
+      const uint32_t group = stored / 2;
+      const uint32_t word = emulated_lane(row % 8 * 4 + 2 * Lanes + group / 4).places >> row / 8 * 16;
+      const uint32_t first = word >> group % 4 * 4 & 3, second = word >> (group % 4 * 4 + 2) & 3;
+      if (first >= second) {
+        std::fprintf(stderr, "places of a sparse product are not in order\n");
+        std::abort();
+      }
+      const uint32_t k = group * 4 + (stored % 2 ? second : first);
+      const uint32_t left = emulated_lane(row % 8 * 4 + stored % 8 / 2).a[stored / 8 * 2 + row / 8],
+                     right = emulated_lane(column * 4 + k % 8 / 2).sparse_b[k / 8];
+      total += double{value(left, stored % 2)} * value(right, k % 2);
+    }
+    sum[i] = static_cast<float>(total);
+  }
+  meet_warp();
+}
+template <uint32_t Lanes>
+void mma_sparse_halves(float (&sum)[4], const uint32_t (&a)[4], const uint4& b, uint32_t places) {
+  mma_sparse<Lanes>(half_of, sum, a, b, places);
+}
+template <uint32_t Lanes>
+void mma_sparse_bfloats(float (&sum)[4], const uint32_t (&a)[4], const uint4& b, uint32_t places) {
+  mma_sparse<Lanes>(bfloat_of, sum, a, b, places);
+}
+
+inline uint4 load_once(const void* address) { return *static_cast<const uint4*>(address); }
 
 inline float reciprocal(float x) { return 1.0f / x; }
 inline uint32_t turn_left(uint32_t bits, int by) { return std::rotl(bits, by); }

@@ -33,6 +33,22 @@
 #define NIBBLE_HAS_E2M1_INSTRUCTIONS 0
 #endif
 
+// mma with E2M1 operands under block scales: the a and f targets of compute capability 12 (measured with ptxas
+// 13.0: 120a 120f 121a 121f). Its sparse form is for the a targets alone.
+#if (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1200 && \
+     __CUDA_ARCH_FAMILY_SPECIFIC__ < 1300) ||                                           \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define NIBBLE_HAS_FP4_PRODUCTS 1
+#else
+#define NIBBLE_HAS_FP4_PRODUCTS 0
+#endif
+#if (defined(__CUDA_ARCH_SPECIFIC__) && __CUDA_ARCH_SPECIFIC__ >= 1200 && __CUDA_ARCH_SPECIFIC__ < 1300) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define NIBBLE_HAS_SPARSE_FP4_PRODUCTS 1
+#else
+#define NIBBLE_HAS_SPARSE_FP4_PRODUCTS 0
+#endif
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define NIBBLE_HAS_E4M3_INSTRUCTIONS 1
 #else

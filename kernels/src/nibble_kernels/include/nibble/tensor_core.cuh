@@ -62,6 +62,37 @@ __device__ __forceinline__ void mma_halves(float (&sum)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// sum += a b, a [16, 32] and b [32, 8] of E4M3 as PTX has m16n8k32: four bytes of a row's columns from 4 c and
+// from 16 + 4 c. SM90 and SM100 have no such instruction: the compiler makes f16 products of it.
+__device__ __forceinline__ void mma_e4m3(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// sum += a b, a [16, 32] of which two in four neighbours are stored, b [32, 8], as PTX has mma.sp.m16n8k32.
+// `places` of lanes 2 Lanes and 2 Lanes + 1 of four: numbers of the stored, four bits for four columns, of the
+// first 16 columns and of the others; row q in the low half, row q + 8 in the high one.
+#define NIBBLE_MMA_SPARSE(type)                                                                           \
+  asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type                         \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"          \
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                            \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(places), \
+        "n"(Lanes))
+template <uint32_t Lanes>
+__device__ __forceinline__ void mma_sparse_halves(float (&sum)[4], const uint32_t (&a)[4], const uint4& b,
+                                                  uint32_t places) {
+  NIBBLE_MMA_SPARSE("f16");
+}
+template <uint32_t Lanes>
+__device__ __forceinline__ void mma_sparse_bfloats(float (&sum)[4], const uint32_t (&a)[4], const uint4& b,
+                                                   uint32_t places) {
+  NIBBLE_MMA_SPARSE("bf16");
+}
+#undef NIBBLE_MMA_SPARSE
+
 // Read once: nothing of it stays in the first cache. Volatile, or the compiler puts loads off until registers
 // are free.
 __device__ __forceinline__ uint4 load_once(const void* address) {

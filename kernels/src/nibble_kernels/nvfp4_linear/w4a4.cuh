@@ -1,0 +1,281 @@
+// 17 to 512 rows of NVFP4 activations times an NVFP4 weight, for SM12x: the decode kernel's weight as the
+// first operand of FP4 products. Layouts and order of work: docs/kernels/blackwell.md.
+//
+// A thread block multiplies 128 rows of the weight by a tile of tokens. One warp fetches 128 columns at a time
+// in bulk; eight others have 16 rows each. All chunks of all units are divided in equal ranges, one for each
+// block. Elsewhere products are emulated (nibble/mma_fp4.cuh).
+#pragma once
+
+#include "nibble/mma_fp4.cuh"
+#include "nibble/scale_layout.h"
+#include "nvfp4_linear/output.cuh"
+
+namespace nibble::w4a4 {
+
+using instruction::SharedPlace;
+using warpgroup::kChunk;
+using warpgroup::kCodeBytes;
+using warpgroup::kGroup;
+using warpgroup::kLanes;
+using warpgroup::kScaleBytes;
+using warpgroup::kTileBytes;
+using warpgroup::kTokenGroup;
+
+constexpr uint32_t kSharedBytes = 99 * 1024;         // of a thread block, on SM12x
+constexpr uint32_t kWarps = 8, kGroups = kWarps;     // that multiply, a group of 16 rows each
+constexpr uint32_t kThreads = (kWarps + 1) * kLanes;
+constexpr uint32_t kXRowBytes = kChunk / 2;          // of a token's codes in a chunk
+constexpr uint32_t kXTileBytes = 512;                // scales of 128 tokens in 64 columns: scale_layout.h
+constexpr uint32_t kXTileTokens = 128;
+
+template <uint32_t Tokens, uint32_t Stages>
+struct Form {
+  static_assert(kXTileTokens % Tokens == 0 && Tokens % (2 * kTokenGroup) == 0);
+  static constexpr uint32_t kTokens = Tokens, kStages = Stages, kTokenGroups = Tokens / kTokenGroup;
+  static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kXBytes = Tokens * kXRowBytes;
+  static constexpr uint32_t kStageBytes = kWeightBytes + kXBytes + 2 * kXTileBytes;
+  static constexpr uint32_t kSharedBytes = kStages * (kStageBytes + 2 * 8);
+  static constexpr uint32_t kSlots = kTokenGroups * kWarps;  // of 32 float4: a unit's sums
+};
+using Few = Form<32, 8>;
+using Some = Form<64, 7>;
+using Many = Form<128, 5>;
+static_assert(Few::kSharedBytes <= kSharedBytes && Some::kSharedBytes <= kSharedBytes &&
+              Many::kSharedBytes <= kSharedBytes);
+
+// How sums become results: output.cuh.
+struct Products {
+  static constexpr float kUnit = 1.0f;
+};
+
+struct Problem {
+  const uint8_t *codes, *scales;  // [groups, chunks, 1024] and [groups, chunks, 128]: weight.py, native
+  const uint8_t* x;               // [tokens, columns / 2]
+  const uint8_t* x_scales;        // 128x4 tiles, zeros past the last column
+  warpgroup::Output output;
+  uint32_t tokens, columns, chunks, groups;
+  uint32_t row_blocks, token_tiles;
+  // A block's part of a unit that another began, [blocks, slots, 32], and whether it is there, [blocks,
+  // warps].
+  float4* parts;
+  uint32_t* flags;
+
+  NIBBLE_FUNCTION uint32_t units() const { return row_blocks * token_tiles; }
+};
+
+template <class T, class Form>
+struct Multiplier {
+  using Sums = float[Form::kTokenGroups][4];
+
+  const Problem& p;
+  const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x, x's scales; barriers
+  const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const uint32_t k_tiles = (p.columns / 16 + kTileBlocks - 1) / kTileBlocks;
+  // The last blocks begin, so that whom a block waits for has begun before it.
+  const uint32_t range = gridDim.x - 1 - blockIdx.x;
+
+  __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
+  __device__ __forceinline__ SharedPlace full(uint32_t i) const {
+    return shared + Form::kStages * Form::kStageBytes + i * 8;
+  }
+  __device__ __forceinline__ SharedPlace empty(uint32_t i) const { return full(Form::kStages + i); }
+
+  // A block's chunks in order. Bit i of `phases` is the parity of the phase in which stage i is filled.
+  struct Place {
+    uint32_t unit, chunk, left, stage = 0, phases = 0;
+    __device__ __forceinline__ uint32_t parity() const { return phases >> stage & 1; }
+  };
+  __device__ __forceinline__ uint32_t range_begin(uint32_t i) const {
+    return static_cast<uint32_t>(uint64_t{i} * p.units() * p.chunks / gridDim.x);
+  }
+  __device__ __forceinline__ Place first() const {
+    const uint32_t from = range_begin(range);
+    return {from / p.chunks, from % p.chunks, range_begin(range + 1) - from};
+  }
+  __device__ __forceinline__ void advance(Place& place) const {
+    place.phases ^= 1u << place.stage;
+    if (++place.stage == Form::kStages) place.stage = 0;
+    --place.left;
+    if (++place.chunk == p.chunks) {
+      place.chunk = 0;
+      ++place.unit;
+    }
+  }
+  __device__ __forceinline__ uint32_t first_group(uint32_t unit) const {
+    return unit / p.token_tiles * kGroups;
+  }
+  __device__ __forceinline__ uint32_t first_token(uint32_t unit) const {
+    return unit % p.token_tiles * Form::kTokens;
+  }
+  __device__ __forceinline__ bool has_second_tile(uint32_t chunk) const { return 2 * chunk + 1 < k_tiles; }
+
+  // The fetching warp's share of a chunk: its lanes begin a copy each, so that no thread is the limit. What
+  // is past the last row or token is left as it was: nothing looks at its sums.
+  __device__ __forceinline__ void fetch(const Place& at) const {
+    const uint32_t first_row = first_group(at.unit), token = first_token(at.unit);
+    const uint32_t groups = min(kGroups, p.groups - first_row), tokens = min(Form::kTokens, p.tokens - token);
+    const uint32_t x_bytes = min(kXRowBytes, p.columns / 2 - at.chunk * kXRowBytes);
+    const uint32_t scale_bytes = has_second_tile(at.chunk) ? 2 * kXTileBytes : kXTileBytes;
+    const SharedPlace own = stage(at.stage), barrier = full(at.stage);
+    if (lane == 0)
+      instruction::arrive_expecting(barrier, groups * kTileBytes + tokens * x_bytes + scale_bytes);
+    __syncwarp();
+    const uint32_t group = lane % kGroups;
+    const size_t tile = size_t{first_row + group} * p.chunks + at.chunk;
+    if (group < groups && lane < kGroups) {
+      instruction::copy_bulk(own + group * kCodeBytes, p.codes + tile * kCodeBytes, kCodeBytes, barrier);
+    } else if (group < groups && lane < 2 * kGroups) {
+      instruction::copy_bulk(own + kGroups * kCodeBytes + group * kScaleBytes, p.scales + tile * kScaleBytes,
+                             kScaleBytes, barrier);
+    } else if (lane == 2 * kGroups) {
+      const size_t x_tile = size_t{token / kXTileTokens} * k_tiles + 2 * at.chunk;
+      instruction::copy_bulk(own + Form::kWeightBytes + Form::kXBytes, p.x_scales + x_tile * kXTileBytes,
+                             scale_bytes, barrier);
+    }
+    for (uint32_t i = lane; i < tokens; i += kLanes) {
+      instruction::copy_bulk(own + Form::kWeightBytes + i * kXRowBytes,
+                             p.x + size_t{token + i} * (p.columns / 2) + at.chunk * kXRowBytes, x_bytes,
+                             barrier);
+    }
+  }
+  __device__ __forceinline__ void fetch_all() const {
+    uint32_t number = 0;
+    for (Place at = first(); at.left != 0; advance(at), ++number) {
+      if (number >= Form::kStages) instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
+      fetch(at);
+    }
+  }
+
+  // A lane has the 32 columns of two blocks, and its neighbour those of the next two. An instruction's block
+  // is in two neighbouring lanes: they exchange words. Its four blocks are then those of columns 0, 64, 16
+  // and 80; of the second instruction, 32, 96, 48 and 112.
+  __device__ __forceinline__ void exchange(const uint4& words, uint32_t (&first)[2],
+                                           uint32_t (&second)[2]) const {
+    const bool odd = lane % 2;
+    const uint32_t x = __shfl_xor_sync(~0u, odd ? words.x : words.y, 1),
+                   z = __shfl_xor_sync(~0u, odd ? words.z : words.w, 1);
+    first[0] = odd ? x : words.x;
+    first[1] = odd ? z : words.z;
+    second[0] = odd ? words.y : x;
+    second[1] = odd ? words.w : z;
+  }
+  // Scales of eight blocks, as two words, in that order.
+  static __device__ __forceinline__ uint32_t in_order(uint32_t low, uint32_t high, bool second) {
+    return __byte_perm(low, high, second ? 0x7362 : 0x5140);
+  }
+
+  __device__ __forceinline__ void multiply(SharedPlace own, uint32_t unit, uint32_t chunk,
+                                           Sums& sums) const {
+    const uint32_t q = lane / 4, c = lane % 4;
+    uint32_t a[2][4], upper[2][2], lower[2][2];
+    const SharedPlace codes = own + warp * kCodeBytes + lane * 16;
+    exchange(instruction::load_shared(codes), upper[0], upper[1]);
+    exchange(instruction::load_shared(codes + kCodeBytes / 2), lower[0], lower[1]);
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      a[i][0] = upper[i][0];
+      a[i][1] = lower[i][0];
+      a[i][2] = upper[i][1];
+      a[i][3] = lower[i][1];
+    }
+    // Lanes 0 and 1 of four have the first instruction's scales of both rows, the others the second's.
+    const SharedPlace scales =
+        own + kGroups * kCodeBytes + warp * kScaleBytes + (q * 4 + c / 2) * 4;
+    const uint32_t scale_a = in_order(instruction::load_shared_word(scales),
+                                      instruction::load_shared_word(scales + 8), c % 2);
+
+    const SharedPlace x = own + Form::kWeightBytes + lane * 16;
+    const uint32_t in_tile = first_token(unit) % kXTileTokens;
+    const SharedPlace x_scales = own + Form::kWeightBytes + Form::kXBytes;
+    const bool has_second = has_second_tile(chunk);
+#pragma unroll
+    for (uint32_t i = 0; i < Form::kTokenGroups; i += 2) {
+      // Lanes 0 and 1 have both instructions' scales of the first eight tokens, the others of the next.
+      const uint32_t token = in_tile + (i + c / 2) * kTokenGroup + q;
+      const SharedPlace place = x_scales + token % 32 * 16 + token / 32 * 4;
+      const uint32_t scale_b =
+          in_order(instruction::load_shared_word(place),
+                   has_second ? instruction::load_shared_word(place + kXTileBytes) : 0, c % 2);
+      uint32_t b[2];
+      uint32_t second[2];
+      exchange(instruction::load_shared(x + i * (kTokenGroup * kXRowBytes)), b, second);
+      instruction::mma_fp4<0, 0>(sums[i], a[0], b, scale_a, scale_b);
+      instruction::mma_fp4<1, 1>(sums[i], a[1], second, scale_a, scale_b);
+      exchange(instruction::load_shared(x + (i + 1) * (kTokenGroup * kXRowBytes)), b, second);
+      instruction::mma_fp4<0, 2>(sums[i + 1], a[0], b, scale_a, scale_b);
+      instruction::mma_fp4<1, 3>(sums[i + 1], a[1], second, scale_a, scale_b);
+    }
+  }
+
+  // Who begins a unit adds the parts of those that go on with it, in their order. They had the unit first, so
+  // that it does not wait long.
+  __device__ __forceinline__ void leave_part(const Sums& sums) const {
+#pragma unroll
+    for (uint32_t i = 0; i < Form::kTokenGroups; ++i)
+      *part_of(range, i) = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+    __syncwarp();
+    if (lane == 0) instruction::store_release(flag_of(range), 1);
+  }
+  __device__ __forceinline__ void add_parts(uint32_t unit, Sums& sums) const {
+    for (uint32_t other = range + 1; range_begin(other) < (unit + 1) * p.chunks; ++other) {
+      while (instruction::load_acquire(flag_of(other)) == 0) {
+      }
+      __syncwarp();
+#pragma unroll
+      for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
+        const float4 more = __ldcg(part_of(other, i));
+        sums[i][0] += more.x;
+        sums[i][1] += more.y;
+        sums[i][2] += more.z;
+        sums[i][3] += more.w;
+      }
+    }
+  }
+  __device__ __forceinline__ float4* part_of(uint32_t block, uint32_t tokens) const {
+    return p.parts + (size_t{block} * Form::kSlots + tokens * kWarps + warp) * kLanes + lane;
+  }
+  __device__ __forceinline__ uint32_t* flag_of(uint32_t block) const { return p.flags + block * kWarps + warp; }
+
+  __device__ __forceinline__ void consume() const {
+    for (Place at = first(); at.left != 0;) {
+      Sums sums = {};
+      const uint32_t unit = at.unit, first_chunk = at.chunk;
+      do {
+        instruction::wait_for_phase(full(at.stage), at.parity());
+        multiply(stage(at.stage), unit, at.chunk, sums);
+        __syncwarp();
+        if (lane == 0) instruction::arrive(empty(at.stage));
+        advance(at);
+      } while (at.left != 0 && at.unit == unit);
+      if (first_chunk != 0) {
+        leave_part(sums);
+        continue;
+      }
+      add_parts(unit, sums);
+#pragma unroll
+      for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
+        warpgroup::write<T, Products>(p.output, p.tokens, first_group(unit) + warp,
+                                      first_token(unit) + i * kTokenGroup,
+                                      make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (threadIdx.x == 0) {
+      for (uint32_t i = 0; i < Form::kStages; ++i) {
+        instruction::init_barrier(full(i), 1);
+        instruction::init_barrier(empty(i), kWarps);
+      }
+      instruction::publish_barriers();
+    }
+    __syncthreads();
+    if (warp == kWarps) {
+      fetch_all();
+    } else {
+      consume();
+    }
+  }
+};
+
+}  // namespace nibble::w4a4

@@ -1,0 +1,173 @@
+"""nibble::nvfp4_w4a4_linear: quantized activations times a prepared NVFP4 weight, on NVIDIA GPUs.
+
+Made for SM12x. Other GPUs emulate its products, which is for tests: docs/kernels/blackwell.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nibble_kernels.activation_quant import (
+    add_rmsnorm_nvfp4_quant,
+    nvfp4_quant,
+    silu_mul_nvfp4_quant,
+)
+from nibble_kernels.library import operator
+from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
+from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
+from nibble_kernels.scale_layout import BLOCK, untile
+
+__all__ = [
+    "add_rmsnorm_nvfp4_w4a4_linear",
+    "nvfp4_w4a4_linear",
+    "nvfp4_w4a4_product",
+    "silu_mul_nvfp4_w4a4_linear",
+]
+
+
+def product_reference(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    outputs: int,
+    global_scale: float,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    silu_mul: bool,
+    half: bool,
+) -> Tensor:
+    """The specification: float32 throughout, rounded once at the end."""
+    rows = x_codes.reshape(-1, x_codes.shape[-1])
+    columns = 2 * rows.shape[1]
+    x = dequantize(rows, untile(x_scales, len(rows), columns // BLOCK))
+    y = matmul(x, *stored_weight(PreparedWeight(codes, scales, outputs, True), columns))
+    y = y * global_scale
+    if column_scale is not None:
+        y = y * column_scale
+    if bias is not None:
+        y = y + bias.float()
+    if silu_mul:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
+    return y.to(torch.float16 if half else torch.bfloat16).unflatten(0, x_codes.shape[:-1])
+
+
+def _product_fake(
+    x_codes: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object
+) -> Tensor:
+    return x_codes.new_empty(
+        (*x_codes.shape[:-1], outputs // (2 if rest[3] else 1)),
+        dtype=torch.float16 if rest[4] else torch.bfloat16,
+    )
+
+
+_product = operator(
+    "nvfp4_w4a4_linear(Tensor x_codes, Tensor x_scales, Tensor codes, Tensor scales, int outputs,"
+    " float global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, bool half) -> Tensor",
+    product_reference,
+    _product_fake,
+)
+
+
+def nvfp4_w4a4_product(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    weight: PreparedWeight,
+    global_scale: float,
+    dtype: torch.dtype,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    silu_mul: bool = False,
+) -> Tensor:
+    """Codes, uint8 [..., K/2], with scales in 128x4 tiles, times the weight: [..., N] of `dtype`.
+
+    y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in
+    float32; with silu_mul silu(y[n]) · y[n + N/2], [..., N/2]. Rounded once. global_scale: the
+    weight's times the activations'. K must be a multiple of 32, N of 8. The weight is prepared with
+    native=True; nvfp4_decode_linear takes the same. Raises ValueError. The order of additions
+    depends on K, N, the number of rows and the GPU's number of multiprocessors.
+    """
+    if not weight.native:
+        raise ValueError("the weight must be prepared with native=True")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"expected bfloat16 or float16; got {dtype}")
+    if x_codes.shape[-1] % BLOCK:
+        raise ValueError(f"rows must have a multiple of 32 columns; got {2 * x_codes.shape[-1]}")
+    half = dtype == torch.float16
+    tensors = (x_codes, x_scales, *weight[:3])
+    return _product(*tensors, global_scale, column_scale, bias, silu_mul, half)
+
+
+def nvfp4_w4a4_linear(
+    x: Tensor,
+    input_scale_inv: Tensor,
+    weight: PreparedWeight,
+    global_scale: float,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    silu_mul: bool = False,
+) -> Tensor:
+    """nvfp4_w4a4_product of nvfp4_quant(x, input_scale_inv)."""
+    return nvfp4_w4a4_product(
+        *nvfp4_quant(x, input_scale_inv),
+        weight,
+        global_scale,
+        x.dtype,
+        column_scale=column_scale,
+        bias=bias,
+        silu_mul=silu_mul,
+    )
+
+
+def silu_mul_nvfp4_w4a4_linear(
+    x: Tensor,
+    input_scale_inv: Tensor,
+    weight: PreparedWeight,
+    global_scale: float,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """nvfp4_w4a4_product of silu(gate) · up, for x [..., gate | up]: one kernel quantizes both."""
+    return nvfp4_w4a4_product(
+        *silu_mul_nvfp4_quant(x, input_scale_inv),
+        weight,
+        global_scale,
+        x.dtype,
+        column_scale=column_scale,
+        bias=bias,
+    )
+
+
+def add_rmsnorm_nvfp4_w4a4_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    input_scale_inv: Tensor,
+    epsilon: float,
+    weight: PreparedWeight,
+    global_scale: float,
+    *,
+    column_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    silu_mul: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """nvfp4_w4a4_product of RMSNorm(x + residual) · norm_weight, and x + residual."""
+    codes, scales, total = add_rmsnorm_nvfp4_quant(
+        x, residual, norm_weight, input_scale_inv, epsilon
+    )
+    y = nvfp4_w4a4_product(
+        codes,
+        scales,
+        weight,
+        global_scale,
+        x.dtype,
+        column_scale=column_scale,
+        bias=bias,
+        silu_mul=silu_mul,
+    )
+    return y, total

@@ -1,0 +1,85 @@
+"""nvfp4_w4a4_linear and its forms with SiLU · mul and RMSNorm, against float64. On the CPU it is
+the specification; GPUs before SM12x emulate its products.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernels.kernel_cases import (
+    activations,
+    assert_rounded_once,
+    assert_same_bits,
+    fitting_scale,
+    packed_weight,
+    values_of,
+)
+
+GLOBAL_SCALE = 1.23e-4
+SHAPES = [(17, 24, 160), (40, 136, 1056), (130, 48, 64)]  # tokens, N, K
+
+
+def prepared(device: str, rows: int, columns: int) -> tuple[Any, Tensor]:
+    """A weight on the device, and its values."""
+    from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
+
+    weight = packed_weight(rows, columns)
+    found = prepare_weight(*weight, native=True)
+    codes, scales = (one.to(device) for one in found[:2])
+    return PreparedWeight(codes, scales, found.rows, True), values_of(*weight)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_rounded_once(kernels: ModuleType, device: str, dtype: torch.dtype) -> None:
+    from nibble_kernels.activation_quant.reference import nvfp4_quant
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_linear
+
+    for tokens, rows, columns in SHAPES:
+        weight, values = prepared(device, rows, columns)
+        x = (activations(tokens, columns, torch.bfloat16) / 16).to(dtype)
+        inverse = fitting_scale(x)
+        factors, bias = (torch.rand(rows) + 0.5) / 64, torch.randn(rows).to(dtype)
+        options: dict[str, Any] = {"column_scale": factors.to(device), "bias": bias.to(device)}
+        y = nvfp4_w4a4_linear(x.to(device), inverse.to(device), weight, GLOBAL_SCALE, **options)
+        rounded = values_of(*nvfp4_quant(x, inverse, tiled=False, exact=True))
+        factor = GLOBAL_SCALE * factors.double()
+        assert_rounded_once(y.cpu(), rounded, values, factor, bias.double())
+
+
+def test_what_comes_before_is_quantized_with_it(kernels: ModuleType) -> None:
+    from nibble_kernels import activation_quant as quant
+    from nibble_kernels.nvfp4_linear import w4a4
+
+    weight, _ = prepared("cpu", 24, 160)
+    x, norm = activations(19, 160, torch.bfloat16), torch.rand(160).bfloat16()
+    gate_up = activations(19, 320, torch.bfloat16)
+    scale = torch.tensor([50.0])
+
+    def product(codes: Tensor, scales: Tensor, *_: Tensor) -> Tensor:
+        return w4a4.nvfp4_w4a4_product(codes, scales, weight, GLOBAL_SCALE, torch.bfloat16)
+
+    silu = w4a4.silu_mul_nvfp4_w4a4_linear(gate_up, scale, weight, GLOBAL_SCALE)
+    assert_same_bits((silu,), (product(*quant.silu_mul_nvfp4_quant(gate_up, scale)),))
+    normed = w4a4.add_rmsnorm_nvfp4_w4a4_linear(x, x, norm, scale, 1e-6, weight, GLOBAL_SCALE)
+    quantized = quant.add_rmsnorm_nvfp4_quant(x, x, norm, scale, 1e-6)
+    assert_same_bits(normed, (product(*quantized), quantized[2]))
+
+
+def test_what_it_does_not_take_is_named(kernels: ModuleType) -> None:
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_product
+
+    weight, _ = prepared("cpu", 24, 160)
+    codes, scales = torch.zeros(1, 80, dtype=torch.uint8), torch.zeros(128, 12)
+    product: Any = nvfp4_w4a4_product
+    with pytest.raises(ValueError, match="prepared with native=True"):
+        product(codes, scales, weight._replace(native=False), 1.0, torch.bfloat16)
+    with pytest.raises(ValueError, match="expected bfloat16 or float16"):
+        product(codes, scales, weight, 1.0, torch.float32)
+    with pytest.raises(ValueError, match="a multiple of 32 columns; got 144"):
+        product(codes[:, :72], scales, weight, 1.0, torch.bfloat16)
