@@ -37,6 +37,10 @@ ROOMS = {
     "checkpoint": ("What is this model?", "Facts read from a checkpoint's files, and `convert`."),
     "hub": ("Is the model on this disk?", "Access to the Hugging Face Hub and its cache."),
     "settings": ("What did the user set?", "Options, their sources, secrets."),
+    "trials": (
+        "Which kernels are right and fast here?",
+        "One kernel in a separate process, and the choice. Only `worker` imports torch.",
+    ),
     "engine": (
         "Where does nibble touch vLLM?",
         "vLLM's flags, process, API, log, patches; the gate and the plugin, which run inside it.",

@@ -103,8 +103,12 @@ def expectations(plan: Plan, environ: Mapping[str, str]) -> tuple[Expectation, .
 def _backend(
     part: str, flag: str, plan: Plan, flags: Mapping[str, Any], variables: Mapping[str, str]
 ) -> Expectation:
-    if part in OUR_KERNELS and plugin_options(flags).get(f"{part}_kernel") == "nibble":
-        return Expectation(part, OUR_KERNELS[part], f"{part}_kernel of --additional-config")
+    chosen = plugin_options(flags)
+    if part in OUR_KERNELS and chosen.get(f"{part}_kernel") == "nibble":
+        # Layers of some shapes may keep vLLM's kernel.
+        others = plan.target.expected.get(part, ()) if chosen.get("vllm_shapes") else ()
+        allowed = tuple(dict.fromkeys((*OUR_KERNELS[part], *others)))
+        return Expectation(part, allowed, f"{part}_kernel of --additional-config")
     value = in_effect(flag, flags)
     if value not in ("", "auto"):
         choice = plan.args.get(flag)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nibble import __version__
-from nibble.cli import cache, cluster, evaluate, patches, recipes, trace
+from nibble.cli import cache, cluster, evaluate, kernel_verbs, patches, recipes, trace
 from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
 from nibble.cli.failures import guarded
 from nibble.errors import ExitCode
@@ -298,6 +298,10 @@ def doctor(
         count = write_bundle(file, report, environ, model or environ.get("MODEL"))
         print(f"{bundle}: {count} files; read it before you send it", file=sys.stderr)
     raise typer.Exit(report.exit_code)
+
+
+app.command()(kernel_verbs.selftest)
+app.command(context_settings=FREE_WORDS)(kernel_verbs.tune)
 
 
 @app.command()

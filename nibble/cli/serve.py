@@ -20,7 +20,7 @@ from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.packaged import PACKAGED, Unobtainable
-from nibble.hub.pull import OnProgress, Progress, as_lines, pull
+from nibble.hub.pull import OnProgress, Progress, Stage, as_lines, pull
 from nibble.machine.cpus import compute_cores
 from nibble.machine.processes import stop_signals, survive_memory_pressure
 from nibble.machine.read_bandwidth import measure_and_store
@@ -42,6 +42,7 @@ from nibble.serve.background import VARIABLE, Place, detach, note_end, registere
 from nibble.serve.compile_cache import Use
 from nibble.serve.control import ControlServer
 from nibble.serve.crash_loop import Breaker, Verdict, plan_key
+from nibble.serve.first_trials import should_try, try_kernels
 from nibble.serve.hold import hold
 from nibble.serve.port_lock import hold_port
 from nibble.serve.prebuild import prebuilding
@@ -154,7 +155,7 @@ def _serve_here(asked: Asked, on_ready: Callable[[], None]) -> int:
         say(f"{error.what}: serving the embedded demo {embedded.settings.model} in its place")
         asked = embedded
         plan = on_disk(plan_for(asked), asked, said)
-    plan = _checked(plan, accepted, said)
+    plan = _tried(_checked(plan, accepted, said), asked, said)
     settings = plan.settings
     given = settings.api_key.get_secret_value() if settings.api_key else None
     cache = asked.cache
@@ -203,6 +204,17 @@ def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
     if plan.target.device == "cpu":
         measure_and_store(compute_cores(), environ)  # for the next plan
     return plan
+
+
+def _tried(plan: Plan, asked: Asked, said: set[str]) -> Plan:
+    """The plan after trials of its linear kernels, where this GPU, driver and build has none."""
+    record = should_try(plan, asked.cache, say)
+    if record is None:
+        return plan
+    accepted = dict(asked.accepted.environ)
+    with _early_phase(asked, "trying kernels"):
+        try_kernels(plan, record, accepted, say)
+    return _checked(on_disk(plan_for(asked), asked, said), accepted, said)
 
 
 def _say_new(lines: Iterable[str], said: set[str]) -> None:
@@ -360,10 +372,11 @@ def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
 
 @contextmanager
 def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgress]:
-    """Answer /status and handle signals during a download or the computation of a reference; the
-    supervisor does both later.
+    """Answer /status and handle signals during a download, trials of kernels or the computation of
+    a reference; the supervisor does both later.
     """
-    phase = "download" if doing == "downloading" else "reference"
+    stages: Mapping[str, Stage] = {"downloading": "download", "trying kernels": "trials"}
+    phase: Stage = stages.get(doing, "reference")
     since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress(phase, 0, 0)
     lines = as_lines(say)
 

@@ -30,6 +30,10 @@ def show_plan(plan: Plan) -> None:
         ("vLLM environment", plan.env),
     ):
         console.print(_choices_table(title, choices))
+    if plan.linear_kernels.shapes:
+        from nibble.cli.tune import times_table
+
+        console.print(times_table([shape.to_json() for shape in plan.linear_kernels.shapes]))
     console.print(_budget_table(plan))
     try:
         notices = [*plan.notices, *check_memory(plan)]

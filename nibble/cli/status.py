@@ -91,6 +91,9 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     if assertion := status.get("assertion"):
         yield f"kernels   {assertion['verdict']}"
         yield from (f"          {line}" for line in assertion["deviations"])
+        choice = (status.get("plan") or {}).get("choices", {}).get("linear_kernel")
+        if choice and choice["reason"].startswith("measured"):
+            yield f"          linear kernel {choice['value']}, {choice['reason']}"
         if assertion["ran"]:
             yield from (f"          {line}" for line in ran_lines(assertion["ran"][0]))
     if canary := status.get("canary"):

@@ -54,6 +54,13 @@ def verify(
     rounds: Annotated[
         int, typer.Option(min=1, max=100, help="Rounds of the whole sweep after a warm-up.")
     ] = 3,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Report of `nibble selftest --out FILE` on this machine: makes the evidence from it"
+            " and the running server, without measuring; --out then names a file."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure and evaluate the running server, and write the evidence of its recipe; exits with 6
@@ -63,6 +70,10 @@ def verify(
     from nibble.machine.paths import root
 
     environ = dict(os.environ)
+    if report is not None:
+        from nibble.cli.report_evidence import show_report_evidence
+
+        return show_report_evidence(model, report, out, environ, as_json)
     plan = _plan(model, url, environ)
     target = str(plan.get("target", "unknown"))
     folder = out or Path(f"{model.rpartition('/')[2]}-{target}-evidence")

@@ -7,6 +7,7 @@ library alone.
 
 from __future__ import annotations
 
+import re
 import signal
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -60,6 +61,8 @@ class Options:
       unquantized activations on a GPU.
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
+    - vllm_shapes: rows and columns of the layers that keep vLLM's choice with linear_kernel nibble,
+      such as 4096x14336,6144x4096; the plan sets it from trials on this machine.
     - compact_json: whether JSON by a schema has no blanks between its values.
     - sparse_fp4: whether nibble's linear kernel packs weights that are 2:4 sparse
       (nibble_kernels.nvfp4_sparse).
@@ -74,11 +77,16 @@ class Options:
     compact_json: Switch = "off"
     sparse_fp4: Switch = "off"
     step_graph: Switch = "off"
+    vllm_shapes: str = ""
 
     @property
     def weights_only(self) -> bool:
         """Whether activations stay in BF16, also if the checkpoint quantizes them."""
         return self.nvfp4_activations == "bf16"
+
+    def leaves_to_vllm(self, rows: int, columns: int) -> bool:
+        """Whether a layer of this shape keeps vLLM's choice."""
+        return f"{rows}x{columns}" in self.vllm_shapes.split(",")
 
     @classmethod
     def from_config(cls, additional: object) -> Options:
@@ -92,6 +100,8 @@ class Options:
             )
         types = get_type_hints(cls)
         for name, value in given.items():
+            if name in PLANNED_OPTIONS and _SHAPES.fullmatch(str(value)):
+                continue
             allowed = get_args(types.get(name))
             if not allowed:
                 setting = f'{CONFIG_FLAG} {{"{CONFIG_KEY}": {{"{name}": "{value}"}}}}'
@@ -104,7 +114,9 @@ class Options:
         return cls(**given)
 
 
-OPTIONS = tuple(field.name for field in fields(Options))
+PLANNED_OPTIONS = ("vllm_shapes",)  # without a setting of the user's
+_SHAPES = re.compile(r"(\d+x\d+(,\d+x\d+)*)?")
+OPTIONS = tuple(field.name for field in fields(Options) if field.name not in PLANNED_OPTIONS)
 
 
 def given_options(additional: object) -> Mapping[str, Any]:

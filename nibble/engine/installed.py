@@ -176,6 +176,14 @@ def _patches() -> Files:
     return {}
 
 
+def torch_cuda() -> str:
+    """The version of CUDA that the installed torch is built for, such as 13.0; empty for the CPU's
+    torch or without torch.
+    """
+    found = re.search(r"\(CUDA (\d[\d.]*),", _part("torch"))
+    return found[1] if found else ""
+
+
 def _torch() -> str:
     """Version, commit and CUDA of the installed torch, from its version file: an import takes
     seconds.

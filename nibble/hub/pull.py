@@ -56,7 +56,7 @@ from nibble.settings.options import default_of
 # Space that stays free on the cache's file system for compile caches and logs
 MARGIN_BYTES = 1 << 30
 PROGRESS_SECONDS = 0.5
-Stage = Literal["download", "verify", "convert", "measure", "write", "reference"]
+Stage = Literal["download", "verify", "convert", "measure", "write", "reference", "trials"]
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,17 @@ def major_faults(pid: int) -> int:
     return int(_stat_field(pid, 9) or 0)
 
 
+def run_delay_s(pid: int) -> float:
+    """Seconds that a process's threads, those that run now, waited for a CPU; 0 without the process
+    or where the kernel does not count them.
+    """
+    waited = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            waited += int(file.read_text().split()[1])
+    return waited / 1e9
+
+
 def _stat_field(pid: int | str, number: int) -> str:
     """A field of /proc/PID/stat, counted after the name; empty without the process."""
     try:

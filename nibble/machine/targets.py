@@ -40,6 +40,7 @@ class GpuModel:
     bandwidth_bytes_per_s: float
     sm_count: int
     source: str
+    trials: str = ""  # file with the times of nibble's linear kernels on it, which ships
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def _gpu_model(entry: Mapping[str, Any], usual: tuple[int, int]) -> GpuModel:
         bandwidth_bytes_per_s=entry["bandwidth_gb_s"] * 1e9,
         sm_count=entry["sm_count"],
         source=entry["source"],
+        trials=entry.get("trials", ""),
     )
 
 

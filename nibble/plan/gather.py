@@ -39,6 +39,8 @@ from nibble.settings.command_line import CommandLine, read_command_line
 from nibble.settings.environment import Accepted, accept, check_file_environment
 from nibble.settings.options import Settings, options
 from nibble.settings.sources import DEFAULT, Loaded, check_option, load_settings
+from nibble.trials.place import place_of
+from nibble.trials.record import Record, open_record
 
 UNKNOWN_UNTIL_PULL = "unknown until pull"
 FindCheckpoint = Callable[[str, str | None], tuple[Checkpoint | None, str]]
@@ -148,6 +150,8 @@ def plan_for(
         checkpoint, note = (find_checkpoint or _checkpoint_if_here(request))(
             settings.model, revision
         )
+    notes: list[str] = []
+    build = "" if hardware.assumed else compiled_id()
     inputs = PlanInputs(
         loaded=request.loaded,
         accepted=request.accepted,
@@ -163,7 +167,9 @@ def plan_for(
         is_demo=_is_demo(folder),
         tuned_configs=installed_configs() if target.device == "cuda" else None,
         rules=load_rules(root()),
-        build="" if hardware.assumed else compiled_id(),
+        build=build,
+        trials=_trials(request, target, hardware, build, notes.append),
+        trial_notes=tuple(notes),
         vllm=vllm_version(),
         can_compile=None if hardware.assumed else has_flashinfer_compiler(request.accepted.environ),
         without_cpp_compiler=target.device == "cpu" and not has_cpp_compiler(request.environ),
@@ -173,6 +179,18 @@ def plan_for(
         without_gpu_kernels="" if hardware.assumed else missing_gpu_kernels(request.environ),
     )
     return make_plan(inputs)
+
+
+def _trials(
+    request: Asked, target: Target, hardware: Hardware, build: str, say: Callable[[str], None]
+) -> Record | None:
+    """The results of kernels on this machine, for a plan of it with GPUs."""
+    settings = request.settings
+    if not build or target.device != "cuda":
+        return None
+    if settings.node_rank or settings.nnodes or settings.head_ip or settings.cluster == "ray":
+        return None  # each machine's results would give its ranks other kernels
+    return open_record(request.cache, place_of(target, hardware, compiled=build), say)
 
 
 def _missing_plugin(environ: Mapping[str, str]) -> str:

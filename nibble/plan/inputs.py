@@ -16,6 +16,7 @@ from nibble.recipes.recipe import ResolvedRecipe
 from nibble.recipes.rules import Rule
 from nibble.settings.environment import Accepted
 from nibble.settings.sources import Loaded
+from nibble.trials.record import Record
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class PlanInputs:
     shm_free_bytes: int | None = None  # in /dev/shm; None: another machine, or no /dev/shm
     chat_template: str = ""  # of the model's folder; empty: none, or not on this disk
     without_plugin: str = ""  # why vLLM will not load nibble's plugin here; empty if unknown
+    trials: Record | None = None  # results of kernels on this machine; None: another machine
+    trial_notes: tuple[str, ...] = ()  # entries of them that were dropped
     without_gpu_kernels: str = ""  # why nibble's kernels cannot run here; empty if unknown
 
     @property

@@ -6,27 +6,134 @@ The vLLM plugin gets `nibble`, or no value, which means vLLM's choice (nvfp4_opt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
 from nibble.engine.contract import CONFIG_KEY
-from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.choice import OURS, Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
+from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
 from nibble.recipes.rules import in_effect
+from nibble.trials.catalog import OURS_BY_DEFAULT
+from nibble.trials.choose import (
+    Form,
+    ShapeChoice,
+    Use,
+    choose,
+    is_proven,
+    our_fault,
+    right_backend,
+    summary,
+    vllm_fault,
+)
+from nibble.trials.trial import Outcome, shape_name
 
 # Targets on which nibble's kernels have run. They have no FP4 products, so W4A4 is served
 # weight-only.
-TARGETS = ("hopper",)
+TARGETS = OURS_BY_DEFAULT
+UNTRIED = "a start here, or `nibble tune`, tries it on this machine"
 FOR_ALL_ROWS = "nibble's kernels take any number of rows (docs/kernels/nvfp4_linear.md)"
+DEFAULT_SEQUENCES = 256  # vLLM's, where nothing sets --max-num-seqs
 # Of a weight's rows on each GPU: kernels/src/nibble_kernels/nvfp4_linear/weight.py.
 ROW_MULTIPLE = 8
 
 
-def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
-    """`vllm` or `nibble` with the reason; None on the CPU and for a checkpoint without NVFP4."""
+@dataclass(frozen=True)
+class LinearKernels:
+    """`choice`: `vllm` or `nibble` with the reason; None on the CPU and for a checkpoint without
+    NVFP4. `shapes`: the choice for each shape, where trials on this machine count. `backend`: a
+    --linear-backend in place of vLLM's choice, which was wrong here. `uses`: the shapes that a
+    start tries first, with nibble's kernel (`tries_ours`), for time too (`is_timed`); empty for
+    another machine.
+    """
+
+    choice: Choice | None = None
+    shapes: tuple[ShapeChoice, ...] = ()
+    backend: str = ""
+    notices: tuple[str, ...] = ()
+    uses: tuple[Use, ...] = ()
+    tries_ours: bool = False
+    is_timed: bool = False
+
+
+def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> LinearKernels:
+    """The kernels of NVFP4 linear layers, from the settings, then from trials on this machine."""
+    choice, checkpoint, values = _chosen(inputs, args), inputs.checkpoint, values_of(args)
+    if choice is None or inputs.trials is None or checkpoint is None or not checkpoint.weights:
+        return LinearKernels(choice)
+    split = int(values.get("--tensor-parallel-size", 1))
+    uses = linear_uses(checkpoint, split, trial_form(inputs))
+    if in_effect("--linear-backend", values) != "auto":
+        return LinearKernels(choice)
+    is_set = "linear_kernel" in asked(values) or choice.source == INVARIANT
+    if is_set or inputs.loaded.settings.linear_kernel != "auto":
+        ours = choice.value == "nibble"
+        return LinearKernels(choice, (), "", _fault_of(choice, inputs), uses, ours)
+    tries = may_be_tried(inputs, values)
+    most_rows = int(values.get("--max-num-seqs") or DEFAULT_SEQUENCES)
+    found = _by_trials(inputs, uses, tries, choice, most_rows)
+    return replace(found, uses=uses, tries_ours=tries, is_timed=tries)
+
+
+def trial_form(inputs: PlanInputs) -> Form:
+    """The activations of the checkpoint's layers as served, for vLLM's choice of a kernel."""
+    checkpoint = inputs.checkpoint
+    return "fp4" if checkpoint is not None and "fp4" in checkpoint.scheme.activations else "bf16"
+
+
+def may_be_tried(inputs: PlanInputs, args: Mapping[str, Any]) -> bool:
+    """Whether nibble's kernel could serve these layers if trials on this machine approve it."""
+    in_fp4 = inputs.target.features.has_fp4_mma and trial_form(inputs) == "fp4"
+    return not in_fp4 and not _obstacle(inputs, args)
+
+
+def _by_trials(
+    inputs: PlanInputs, uses: tuple[Use, ...], tries: bool, choice: Choice, most_rows: int
+) -> LinearKernels:
+    record = inputs.trials
+    assert record is not None
+    if not uses or not tries:
+        return _without_ours(inputs, choice, vllm_fault(record, uses))
+    if choice.value == "vllm" and not is_proven(record):
+        if fault := our_fault(record):
+            choice = replace(choice, reason=f"nibble's kernel is not used: {fault.line()}")
+        elif inputs.loaded.settings.trials != "off":
+            choice = replace(choice, reason=f"{choice.reason}; {UNTRIED}")
+        return _without_ours(inputs, choice, vllm_fault(record, uses))
+    shapes = choose(uses, record, choice.value, most_rows)
+    ours = [shape for shape in shapes if shape.kernel == "nibble"]
+    is_measured = any(shape.ratio is not None for shape in shapes)
+    if not is_measured and len(ours) == len(shapes) and choice.value == "nibble":
+        return LinearKernels(choice, shapes)
+    reason = f"measured on this machine: {summary(shapes)}" if is_measured else shapes[0].why
+    return LinearKernels(Choice("nibble" if ours else "vllm", choice.source, reason), shapes)
+
+
+def _without_ours(inputs: PlanInputs, choice: Choice, fault: Outcome | None) -> LinearKernels:
+    """vLLM's choice, or another backend of vLLM's where that was wrong on this machine."""
+    assert inputs.trials is not None
+    if fault is None:
+        return LinearKernels(choice)
+    if backend := right_backend(inputs.trials, trial_form(inputs)):
+        notice = f"--linear-backend {backend}: vLLM's choice is not used: {fault.line()}"
+        return LinearKernels(choice, backend=backend, notices=(notice,))
+    notice = f"vLLM's kernel failed here, and no other one can replace it: {fault.line()}"
+    return LinearKernels(choice, notices=(notice,))
+
+
+def _fault_of(choice: Choice, inputs: PlanInputs) -> tuple[str, ...]:
+    """A note where the user's kernel failed on this machine: the setting stays."""
+    assert inputs.trials is not None
+    fault = our_fault(inputs.trials) if choice.value == "nibble" else None
+    return (f"nibble's linear kernel failed on this machine: {fault.line()}",) if fault else ()
+
+
+def _chosen(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
+    """The choice without trials."""
     checkpoint = inputs.checkpoint
     if inputs.target.device != "cuda" or not _may_be_nvfp4(checkpoint):
         return None
@@ -43,6 +150,9 @@ def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choi
     )
     if setting != "auto":
         return Choice(setting, source, "set by the user")
+    if inputs.target.name not in TARGETS:
+        reason = f"nibble's kernel is tested only on {' and '.join(TARGETS)}"
+        return Choice("vllm", source, reason)
     if obstacle := _obstacle(inputs, values):
         return Choice("vllm", source, obstacle)
     if is_batch_invariant(inputs.environ):
@@ -69,20 +179,24 @@ def _must_be_ours(inputs: PlanInputs) -> bool:
     return kernels_in_one_order(inputs.checkpoint, inputs.target) == {"nibble"}
 
 
-def linear_kernel_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag that selects the kernel in the plugin, unless `args` has one."""
+def linear_kernel_flags(kernels: LinearKernels, args: Mapping[str, Choice]) -> Choices:
+    """The flags that select the kernels, unless `args` has one."""
+    chosen = kernels.choice
+    if kernels.backend:
+        return {"--linear-backend": Choice(kernels.backend, OURS, kernels.notices[0])}
     if chosen is None or chosen.value != "nibble":
         return {}
     if "linear_kernel" in asked(values_of(args)):
         return {}
-    return {FLAG: Choice({CONFIG_KEY: {"linear_kernel": "nibble"}}, chosen.source, REASON)}
+    options = {"linear_kernel": "nibble"}
+    if theirs := [shape for shape in kernels.shapes if shape.kernel == "vllm"]:
+        options["vllm_shapes"] = ",".join(shape_name(shape.use.shape) for shape in theirs)
+    return {FLAG: Choice({CONFIG_KEY: options}, chosen.source, REASON)}
 
 
 def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
     """Why `auto` does not take nibble's kernel; empty if nothing prevents it."""
-    checkpoint, target = inputs.checkpoint, inputs.target
-    if target.name not in TARGETS:
-        return f"nibble's kernel is tested only on {' and '.join(TARGETS)}"
+    checkpoint = inputs.checkpoint
     if (backend := in_effect("--linear-backend", args)) != "auto":
         return f"--linear-backend {backend} names another kernel"
     if inputs.without_gpu_kernels:

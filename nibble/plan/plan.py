@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
@@ -14,6 +14,7 @@ from nibble.plan.budget import Budget, DecodeBound, host_reserve_bytes
 from nibble.plan.choice import Choice, Flags
 from nibble.plan.compile_cache import CachePlan
 from nibble.plan.environment import may_need_the_hub
+from nibble.plan.linear_kernel import LinearKernels
 from nibble.plan.memory import Limits, Step, limits
 from nibble.plan.moe_tuning import Alias
 from nibble.plan.topology import Topology
@@ -53,6 +54,7 @@ class Plan:
     moe_alias: Alias | None
     topology: Topology
     caches: CachePlan
+    linear_kernels: LinearKernels = field(default_factory=LinearKernels)
 
     @property
     def revision(self) -> str | None:
@@ -111,6 +113,7 @@ class Plan:
             "memory_limits": asdict(self.memory_limits),
             "to_need_less": [str(step) for step in self.ladder],
             "decode_bound": self.bound.to_json(),
+            "linear_shapes": [shape.to_json() for shape in self.linear_kernels.shapes],
             "expected": dict(self.recipe.expected) if self.recipe else {},
             "rules": list(self.rules),
             "notices": list(self.notices),

@@ -127,8 +127,12 @@ def _topology(situation: Situation) -> Decision:
 
 
 def _linear_kernel(situation: Situation) -> Decision:
-    kernel = choose_linear_kernel(situation.served, situation.flags)
-    return Decision(linear_kernel_flags(kernel, situation.flags), linear_kernel=kernel)
+    kernels = choose_linear_kernel(situation.served, situation.flags)
+    return Decision(
+        linear_kernel_flags(kernels, situation.flags),
+        notices=kernels.notices,
+        linear_kernels=kernels,
+    )
 
 
 def _step_graph(situation: Situation) -> Decision:
@@ -264,6 +268,7 @@ def _assemble(situation: Situation) -> Plan:
         moe_alias=alias,
         topology=situation.topology,
         caches=caches,
+        linear_kernels=situation.linear_kernels,
     )
 
 
@@ -278,8 +283,8 @@ def _choices(situation: Situation) -> Choices:
         for name in shown
     }
     choices = {"target": inputs.target_choice, **choices, "recipe": _recipe_choice(inputs)}
-    if situation.linear_kernel is not None:
-        choices["linear_kernel"] = situation.linear_kernel
+    if (linear_kernel := situation.linear_kernels.choice) is not None:
+        choices["linear_kernel"] = linear_kernel
     if situation.step_graph is not None:
         choices["step_graph"] = situation.step_graph
     return {**choices, "reference": choose_reference(inputs, situation.flags)}
@@ -298,7 +303,7 @@ def _recipe_choice(inputs: PlanInputs) -> Choice:
 
 def _notices(situation: Situation) -> tuple[str, ...]:
     inputs = situation.inputs
-    notices = [*inputs.accepted.notices, *inputs.loaded.notices]
+    notices = [*inputs.accepted.notices, *inputs.loaded.notices, *inputs.trial_notes]
     dtype = str(situation.values.get("--kv-cache-dtype", ""))
     if dtype in TURBOQUANT_COST:
         notices.append(

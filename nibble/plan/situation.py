@@ -10,6 +10,7 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, Flags
 from nibble.plan.inputs import PlanInputs
+from nibble.plan.linear_kernel import LinearKernels
 from nibble.plan.memory import MemoryPlan
 from nibble.plan.nvfp4_options import with_served_activations
 from nibble.plan.topology import Topology, find_topology
@@ -24,7 +25,7 @@ class Situation:
     flags: Flags = field(default_factory=Flags)
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
-    linear_kernel: Choice | None = None
+    linear_kernels: LinearKernels = field(default_factory=LinearKernels)
     step_graph: Choice | None = None
     memory: MemoryPlan | None = None
 
@@ -58,7 +59,7 @@ class Situation:
             flags=self.flags.add(decision.flags),
             rules=(*self.rules, *decision.rules),
             notices=(*self.notices, *decision.notices),
-            linear_kernel=decision.linear_kernel or self.linear_kernel,
+            linear_kernels=decision.linear_kernels or self.linear_kernels,
             step_graph=decision.step_graph or self.step_graph,
             memory=decision.memory or self.memory,
         )
@@ -71,7 +72,7 @@ class Decision:
     flags: Mapping[str, Choice] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
-    linear_kernel: Choice | None = None
+    linear_kernels: LinearKernels | None = None
     step_graph: Choice | None = None
     memory: MemoryPlan | None = None
 

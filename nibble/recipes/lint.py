@@ -20,6 +20,7 @@ from nibble.engine.live_schema import drift, live_schema
 from nibble.engine.schema import Schema, closest, load_schema
 from nibble.errors import NibbleError
 from nibble.machine.targets import TARGET_NAMES
+from nibble.recipes.evidence import evidence_problem, is_evidence_file
 from nibble.recipes.recipe import (
     STATUSES,
     Problem,
@@ -139,7 +140,7 @@ def lint_file(path: Path, root: Path, schema: Schema) -> list[Problem]:
         ]
     problems = [*_model_problems(recipe, data["model"], schema), *_layer_problems(recipe, schema)]
     for name, section in recipe.targets.items():
-        problems += _target_problems(name, section, root)
+        problems += _target_problems(recipe, name, section, root)
     problems += _resolved_problems(recipe)
     problems += _risky_values(recipe, _rules(root))
     return [Problem(file, key, message, hint) for key, message, hint in problems]
@@ -309,7 +310,7 @@ def _kernel_problems(key: str, kind: str, kernel: str, schema: Schema) -> Iterat
         )
 
 
-def _target_problems(name: str, section: Section, root: Path) -> Iterator[Finding]:
+def _target_problems(recipe: Recipe, name: str, section: Section, root: Path) -> Iterator[Finding]:
     where = f"target.{name}"
     if name not in TARGET_NAMES:
         yield where, f"there is no target {name!r}", closest(name, TARGET_NAMES)
@@ -327,10 +328,14 @@ def _target_problems(name: str, section: Section, root: Path) -> Iterator[Findin
                 f"{part.status!r} is not one of {', '.join(STATUSES)}",
                 closest(part.status, STATUSES),
             )
-        if part.status == "verified" and not _is_result(part.evidence, root):
+        if part.status == "verified" and is_evidence_file(part.evidence):
+            if problem := evidence_problem(part, recipe.path.parent, recipe.id, name):
+                yield f"{at}.evidence", problem, ""
+        elif part.status == "verified" and not _is_result(part.evidence, root):
             yield (
                 f"{at}.evidence",
-                "verified needs the path of an existing file under benchmarks/results",
+                "verified needs the path of an existing file under benchmarks/results, or a file of"
+                " `nibble recipes verify`",
                 "",
             )
     yield from _variant_problems(where, section.variants)

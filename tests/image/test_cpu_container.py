@@ -323,6 +323,15 @@ class TestKernels:
         assert check["status"] == "ok", check
         assert "cpu: compiled" in check["what"]
 
+    def test_the_selftest_passes_and_names_a_planted_fault(self, cpu_image: str) -> None:
+        """Through the entry point, and without a writable disk."""
+        words = ["selftest", "--only", "conversions", "--only", "experts:avx2", "--json"]
+        result = run_once(cpu_image, *words, options=HARDENED)
+        trials = json.loads(result.stdout)["trials"]
+        assert [trial["verdict"] for trial in trials] == ["right", "right"], result.stderr
+        result = run_once(cpu_image, *words, "--plant", "conversions=wrong", options=HARDENED)
+        assert result.returncode == 8 and "conversions: wrong" in result.stderr
+
 
 IN_ORDER = {"applied", "not fixed", "fixed upstream", "not needed", "not applicable"}
 # Python takes bytecode whose header has the time and size of its source; site-packages cannot be

@@ -69,6 +69,23 @@ def test_gate_and_up_come_with_silu_mul_and_answer_as_before(
     assert fused == [[], [], layers, layers]
 
 
+def test_a_shape_that_is_left_to_vllm_has_another_kernel_and_answers_as_before(
+    installed: Path, tmp_path: Path
+) -> None:
+    """gate_up_proj of both forms: nibble's kernel would come with silu · mul."""
+    shape = Shape()
+    rows = f"{2 * shape.intermediate}x{shape.hidden}"
+    left = {"additional_config": {"nibble": OURS | {"vllm_shapes": f"{rows},8x16"}}}
+    jobs: list[vllm_logprobs.Job] = []
+    for form in ("modelopt", "compressed-tensors"):
+        folder = str(write_checkpoint(tmp_path / form, shape, form))
+        jobs += [(folder, OUR_OPTIONS, PROMPT), (folder, left, PROMPT)]
+    (modelopt, modelopt_left, compressed, compressed_left), fused = run(installed, tmp_path, jobs)
+    assert largest_difference(modelopt, modelopt_left) < BF16_ROUNDING
+    assert largest_difference(compressed, compressed_left) < BF16_ROUNDING
+    assert [bool(layers) for layers in fused] == [True, False, True, False]
+
+
 def make_sparse(folder: Path, but: str) -> str:
     """Two of four neighbouring codes become zero in every NVFP4 weight whose name lacks `but`."""
     path = folder / "model.safetensors"

@@ -18,6 +18,7 @@ from nibble.cli.doctor.software import (
     patch_checks,
     python_checks,
 )
+from nibble.cli.doctor.trials import selftest_check
 from nibble.errors import NibbleError
 from nibble.hub.access import Access, access, in_words
 from nibble.machine.cpus import ComputeCores
@@ -70,7 +71,9 @@ def diagnose(environ: Mapping[str, str], model: str | None = None) -> Report:
     checks += _disk_checks(environ) + _port_checks(asked)
     checks += _hub_checks(environ) + _key_check(environ) + _limit_checks(here)
     states = gpu_states(gpu.index for gpu in here.gpus) if here.gpus else ()
-    checks += machine_checks(_target(asked, here), here, versions, states, environ)
+    target = _target(asked, here)
+    checks += machine_checks(target, here, versions, states, environ)
+    checks += selftest_check(asked, target, here)
     checks += model_checks(model, environ) if model else []
     kind = container_kind(environ)
     image = f", image {environ['NIBBLE_IMAGE']}" if "NIBBLE_IMAGE" in environ else ""

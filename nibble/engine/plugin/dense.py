@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.model_executor.utils import is_weights_pre_processed
 
-from nibble.engine.plugin.kernels import is_marlin
+from nibble.engine.plugin.kernels import building, is_marlin, nvfp4_linear_kernel
 from nibble.engine.plugin.layers import (
     apply_column_scale,
     check_loaded,
@@ -75,8 +75,18 @@ class ModelOptLinearMethod(modelopt.ModelOptLinearMethod):
     modelopt.py:2062).
     """
 
-    def create_weights(self, layer: Any, *args, **kwargs) -> None:
-        super().create_weights(layer, *args, **kwargs)
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args,
+        **kwargs,
+    ) -> None:
+        with building(sum(output_partition_sizes), input_size_per_partition):
+            super().create_weights(
+                layer, input_size_per_partition, output_partition_sizes, *args, **kwargs
+            )
         self.is_real = weights_are_real()
         mark_unloaded(layer, "weight_scale_2", "input_scale")
 
@@ -104,6 +114,8 @@ class CompressedTensorsW4A4Fp4(vllm_scheme.CompressedTensorsW4A4Fp4):
         super().__init__(use_a16=use_a16 or self.drops_input_scale)
 
     def create_weights(self, layer: Any, output_partition_sizes: list[int], **kwargs) -> None:
+        with building(sum(output_partition_sizes), kwargs["input_size_per_partition"]):
+            self.kernel = nvfp4_linear_kernel(self.use_a16)  # vLLM's scheme chose without a shape
         super().create_weights(layer, output_partition_sizes, **kwargs)
         if self.drops_input_scale:
             data = torch.empty(len(output_partition_sizes))

@@ -6,6 +6,10 @@ choice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
@@ -19,6 +23,19 @@ from nibble.engine.plugin.options import current_options
 from nibble.engine.plugin.require import required
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
+
+# Of the layer that is being built: rows and columns on this GPU.
+_shape: ContextVar[tuple[int, int]] = ContextVar("shape", default=(0, 0))
+
+
+@contextmanager
+def building(rows: int, columns: int) -> Iterator[None]:
+    """While vLLM builds a layer of this shape: its methods choose a kernel without it."""
+    token = _shape.set((rows, columns))
+    try:
+        yield
+    finally:
+        _shape.reset(token)
 
 
 def register_cpu_kernel() -> None:
@@ -38,9 +55,10 @@ def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
     """Replaces vLLM's init_nvfp4_linear_kernel, which has only GPU kernels for weight-only layers
     (lines 1132 and 1179 of vllm 0.32 kernels/linear/__init__.py).
 
-    use_a16: activations stay unquantized.
+    use_a16: activations stay unquantized. Within `building`, the layer's shape counts too.
     """
-    if current_options().linear_kernel == "nibble":
+    options = current_options()
+    if options.linear_kernel == "nibble" and not options.leaves_to_vllm(*_shape.get()):
         return _nibble_kernel(use_a16)
     if use_a16 and current_platform.is_cpu():
         return CpuNvFp4LinearKernel(NvFp4LinearLayerConfig())

@@ -131,11 +131,21 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Kernel for NVFP4 weights with BF16 activations on a GPU: `vllm` (vLLM's choice),"
-        " `nibble` or `auto`. `auto` takes nibble's on hopper, for any number of tokens, and"
-        " vLLM's choice elsewhere (docs/kernels/nvfp4_linear.md).",
+        " `nibble` or `auto`. `auto` takes nibble's on hopper, elsewhere vLLM's choice, and"
+        " after trials on this machine the faster one for each shape (docs/selftest.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
+    )
+    trials: Literal["auto", "always", "off"] = option(
+        "auto",
+        "Engine",
+        "Whether a start on a GPU tries the linear kernels first, 15 s at most, where no result is"
+        " known for the GPU, driver and build: `auto` (except on an H200), `always` or `off`"
+        " (docs/selftest.md).",
+        "NIBBLE_TRIALS",
+        flag="--trials",
+        expected="auto, always or off",
     )
     moe_kernel: contract.Kernel = option(
         "vllm",

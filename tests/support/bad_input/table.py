@@ -23,6 +23,7 @@ from tests.support.bad_input.nvfp4_options import option_rows, put_right
 from tests.support.bad_input.patches import patch_rows
 from tests.support.bad_input.reference import reference_rows
 from tests.support.bad_input.several import several_rows
+from tests.support.bad_input.trials import trial_rows
 from tests.support.bad_input.variables import IGNORED_VARIABLES, name_rows, secret_rows, value_rows
 from tests.support.bad_input.words import owned_rows, word_rows
 from tests.support.paths import ROOT
@@ -50,6 +51,7 @@ def all_rows() -> list[Row]:
         reference_rows,
         several_rows,
         bench_rows,
+        trial_rows,
         bundle_rows,
     )
     return [entry for group in groups for entry in group()]

@@ -1,0 +1,171 @@
+"""`nibble tune`: times the linear kernels on a model's shapes, for later plans and starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+
+from nibble.cli.common import say
+from nibble.cli.selftest import faults_of
+from nibble.cli.tables import plain_table, wide_console
+from nibble.errors import ExitCode, NibbleError
+from nibble.machine.gpu_users import gpu_uses
+from nibble.machine.hardware import detect
+from nibble.plan.choice import values_of
+from nibble.plan.gather import Asked, choose_target, plan_for, read_wishes
+from nibble.plan.linear_kernel import DEFAULT_SEQUENCES
+from nibble.plan.linear_shapes import linear_uses
+from nibble.trials.choose import TIMED_ROWS, Form, ShapeChoice, Use, choose
+from nibble.trials.findings import not_idle
+from nibble.trials.place import place_of
+from nibble.trials.record import open_record
+from nibble.trials.trial import Outcome
+from nibble.trials.tune import WORK_S, tune
+
+SHAPE = re.compile(r"(\d{1,7})x(\d{1,7})")
+
+
+def tune_model(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    shapes: Sequence[str] = (),
+    plants: Sequence[str] = (),
+    work_s: float = WORK_S,
+) -> dict[str, Any]:
+    """Time every shape of a model, or the `shapes` given, and keep the result for plans.
+
+    Raises NO_HARDWARE without a GPU, MODEL and CONFIG for a model without NVFP4 linear layers, and
+    CANARY where both kernels failed.
+    """
+    given, faults = tuple(map(_use, shapes)), faults_of(plants)
+    asked = read_wishes(words, environ)
+    hardware = detect(asked.accepted.environ)
+    target, _ = choose_target(asked.settings, asked, hardware)
+    if target.device != "cuda":
+        raise NibbleError(
+            ExitCode.NO_HARDWARE,
+            what="the CPU has one linear kernel for NVFP4, so nothing is chosen by time",
+            expected="a GPU",
+            action="run `nibble selftest` to check the CPU's kernels",
+        )
+    uses, sequences, child = _wanted(asked, given)
+    for finding in not_idle(gpu_uses(gpu.index for gpu in hardware.gpus)):
+        say(f"warning: {finding.line()}")
+    record = open_record(asked.cache, place_of(target, hardware), say)
+    with_ours = not (target.features.has_fp4_mma and any(use.form == "fp4" for use in uses))
+    kept, outcomes = tune(
+        uses,
+        record,
+        child,
+        with_ours=with_ours,
+        faults=faults,
+        work_s=work_s,
+        on_done=lambda outcome: say(f"{outcome.line()}, {outcome.seconds:.1f} s"),
+    )
+    if not plants:
+        kept.save(say)
+    choices = choose(uses, kept, "vllm", sequences)
+    return _result(outcomes, choices, str(kept.path))
+
+
+def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int, Mapping[str, str]]:
+    """Shapes, sequences and the environment of vLLM's kernels."""
+    environ = asked.accepted.environ
+    if given:
+        return given, DEFAULT_SEQUENCES, environ
+    plan = plan_for(asked)
+    values = values_of(plan.args)
+    checkpoint = plan.checkpoint
+    if checkpoint is None:
+        raise NibbleError(
+            ExitCode.MODEL,
+            what=f"the shapes of {asked.settings.model} are unknown ({plan.checkpoint_note})",
+            action="run `nibble pull` first, or give --shape",
+        )
+    form: Form = "fp4" if "fp4" in checkpoint.scheme.activations else "bf16"
+    uses = linear_uses(checkpoint, int(values.get("--tensor-parallel-size", 1)), form)
+    if not uses:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=f"{checkpoint.id} has no NVFP4 linear layers",
+            expected="an NVFP4 checkpoint",
+            action="name another model",
+        )
+    sequences = int(values.get("--max-num-seqs") or DEFAULT_SEQUENCES)
+    return uses, sequences, plan.vllm_environ(environ)
+
+
+def _use(word: str) -> Use:
+    """`4096x4096` or `4096x4096:fp4`. Raises USAGE."""
+    name, _, form = word.partition(":")
+    match = SHAPE.fullmatch(name)
+    if match is None or form not in ("", "bf16", "fp4"):
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"--shape {word}",
+            expected="ROWSxCOLUMNS, such as 4096x14336, with :fp4 for W4A4",
+            action="correct --shape",
+        )
+    shape = (int(match[1]), int(match[2]))
+    if shape[0] % 8 or shape[1] % 16 or 0 in shape:
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"--shape {word}",
+            expected="rows that are a multiple of 8 and columns that are one of 16",
+            action="correct --shape",
+        )
+    return Use(shape, 1, "fp4" if form == "fp4" else "bf16")
+
+
+def _result(
+    outcomes: Sequence[Outcome], choices: Sequence[ShapeChoice], path: str
+) -> dict[str, Any]:
+    if outcomes and all(outcome.is_fault for outcome in outcomes):
+        raise NibbleError(
+            ExitCode.CANARY,
+            what=f"every kernel failed: {'; '.join(outcome.line() for outcome in outcomes)}",
+            action="run `nibble selftest` and check the driver",
+        )
+    return {
+        "kernels": [outcome.to_json() for outcome in outcomes],
+        "shapes": [choice.to_json() for choice in choices],
+        "record": path,
+    }
+
+
+def show_tuned(found: Mapping[str, Any]) -> None:
+    """Print both times of each shape and bucket in microseconds, and the choice."""
+    console = wide_console()
+    for kernel in found["kernels"]:
+        detail = f": {kernel['detail']}" if kernel["detail"] else ""
+        ran = f" ({kernel['ran']})" if kernel["ran"] else ""
+        console.print(escape(f"{kernel['name']}{ran} is {kernel['verdict']}{detail}"))
+    console.print(times_table(found["shapes"]))
+
+
+def times_table(shapes: Sequence[Mapping[str, Any]]) -> Any:
+    """A row a shape: nibble's / vLLM's time for each number of rows, and the choice."""
+    headings = [str(rows) for rows in TIMED_ROWS[:-1]] + [f"prompt ({TIMED_ROWS[-1]})"]
+    table = plain_table("shape", "layers", *headings, "mean", "kernel", "why")
+    for shape in shapes:
+        times = [
+            _both(shape["nibble_us"].get(str(rows)), shape["vllm_us"].get(str(rows)))
+            for rows in TIMED_ROWS
+        ]
+        ratio = "" if shape["ratio"] is None else f"{shape['ratio']:.2f}"
+        table.add_row(
+            *(shape["shape"], str(shape["layers"]), *times, ratio, shape["kernel"]),
+            escape(shape["why"]),
+        )
+    table.title = "microseconds of nibble's / vLLM's linear kernel by rows"
+    table.title_justify, table.title_style = "left", "bold"
+    return table
+
+
+def _both(ours: float | None, theirs: float | None) -> str:
+    if ours is None and theirs is None:
+        return "-"
+    return " / ".join("?" if time is None else f"{time:.1f}" for time in (ours, theirs))

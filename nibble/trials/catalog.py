@@ -1,0 +1,106 @@
+"""The trials of a target: nibble's kernels, and those of vLLM that a plan could choose. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from nibble.machine.targets import Target
+from nibble.trials.trial import Outcome, Shape, Trial
+
+# As nibble_kernels.nvfp4_linear.LEVELS, worst first.
+CPU_LEVELS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+# Rows that are a multiple of 8 and columns that are one of 16 are the least that kernels of
+# nibble's take; the last shape fills no tile.
+CPU_SHAPES: tuple[Shape, ...] = ((512, 1024), (1536, 512), (1032, 1552))
+GPU_SHAPES: tuple[Shape, ...] = ((4096, 4096), (1536, 2048), (1032, 1552))
+VLLM_SHAPES: tuple[Shape, ...] = ((4096, 4096), (1536, 2048), (6144, 4096))
+CPU_ROWS = (1, 3, 16, 65)
+ROWS = (1, 4, 8, 16, 17, 33, 64, 65, 200, 1024)
+# Humming compiles for each shape and number of rows, which takes most of a first self-test.
+VLLM_ROWS = VLLM_TIMED_ROWS = (1, 64)
+TIMED_ROWS = (1, 16, 64)
+EXPERT_SHAPES: tuple[Shape, ...] = ((768, 1024), (256, 512))  # intermediate, hidden
+EXPERT_ROWS = (1, 16, 60, 160)
+HEAD_SHAPES: tuple[Shape, ...] = ((4000, 1024),)
+HEAD_ROWS = (1, 3, 8, 9)
+
+OURS, THEIRS = "nibble", "vllm:auto:bf16"
+OUR_PARTS = ("decode", "warpgroup", "dequantized")
+# Class of vLLM's in targets/*.toml -> kernels of a trial: --linear-backend and the activations.
+BACKENDS: Mapping[str, tuple[str, ...]] = {
+    "HummingNvFp4LinearKernel": ("vllm:humming:bf16",),
+    "MarlinNvFp4LinearKernel": ("vllm:marlin:bf16",),
+    "FlashInferCutlass": ("vllm:flashinfer_cutlass:fp4",),
+    "FlashInferCuteDsl": ("vllm:flashinfer_cutedsl:fp4", "vllm:flashinfer_cutedsl:bf16"),
+}
+
+
+def selftest_trials(target: Target, gpus: int, with_vllm: bool = True) -> tuple[Trial, ...]:
+    """Every trial of `nibble selftest`. Several GPUs are compared with each other too."""
+    if target.device == "cpu":
+        return tuple(_cpu())
+    return tuple(_gpu(target, gpus, with_vllm))
+
+
+def _cpu() -> Iterable[Trial]:
+    yield Trial("conversions", "conversions", "conversions")
+    yield Trial("quantize", "quantize", "quantize", "cpu", CPU_SHAPES, CPU_ROWS)
+    for level in CPU_LEVELS:
+        for form in ("bf16", "fp4"):
+            kernel = f"cpu:{level}:{form}"
+            yield Trial(kernel, "linear", kernel, "cpu", CPU_SHAPES, CPU_ROWS)
+        kernel = f"experts:{level}"
+        yield Trial(kernel, "experts", kernel, "cpu", EXPERT_SHAPES[1:], CPU_ROWS)
+    yield Trial("head", "head", "head", "cpu", HEAD_SHAPES, HEAD_ROWS)
+    yield Trial("bandwidth", "bandwidth", "bandwidth")
+
+
+def _gpu(target: Target, gpus: int, with_vllm: bool) -> Iterable[Trial]:
+    yield Trial("conversions", "conversions", "conversions", "cuda")
+    for kernel in OUR_PARTS:
+        yield Trial(kernel, "linear", kernel, "cuda", GPU_SHAPES, ROWS, TIMED_ROWS)
+    yield Trial("experts", "experts", "experts", "cuda", EXPERT_SHAPES, EXPERT_ROWS)
+    yield Trial("quantize", "quantize", "quantize", "cuda", CPU_SHAPES, CPU_ROWS)
+    for kernel in vllm_kernels(target) if with_vllm else ():
+        yield Trial(kernel, "linear", kernel, "cuda", VLLM_SHAPES, VLLM_ROWS, VLLM_TIMED_ROWS)
+    yield Trial("bandwidth", "bandwidth", "bandwidth", "cuda")
+    if gpus > 1:
+        yield Trial("links", "links", "links", "cuda")
+
+
+def vllm_kernels(target: Target) -> tuple[str, ...]:
+    """vLLM's choice for weight-only and for W4A4 layers, and the kernels in the target's file."""
+    named = [
+        kernel for name in target.expected.get("linear", ()) for kernel in BACKENDS.get(name, ())
+    ]
+    return (THEIRS, "vllm:auto:fp4", *named)
+
+
+def used_by_plans(target: Target, names: Iterable[str], ran: Mapping[str, str]) -> frozenset[str]:
+    """The trials whose kernel a plan on this target uses without a setting. `ran`: trial -> what
+    computed, empty for a trial that was refused.
+    """
+    if target.device == "cpu":
+        best = next((level for level in reversed(CPU_LEVELS) if ran.get(f"cpu:{level}:bf16")), "")
+        used = {"conversions", "head", "quantize"}
+        used |= {f"cpu:{best}:bf16", f"cpu:{best}:fp4", f"experts:{best}"}
+    else:
+        used = {THEIRS, "vllm:auto:fp4"}
+        if target.name in OURS_BY_DEFAULT:
+            used |= {"conversions", *OUR_PARTS}
+    return frozenset(used & set(names))
+
+
+# Targets on which nibble's linear kernels have run, so that plans take them without a trial.
+OURS_BY_DEFAULT = ("hopper",)
+
+
+def wrong_in_a_plan(target: Target, outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
+    """The faults of kernels that a plan would choose."""
+    ran = {
+        outcome.name: outcome.ran or outcome.name
+        for outcome in outcomes
+        if outcome.verdict != "refused"
+    }
+    used = used_by_plans(target, ran, ran)
+    return tuple(outcome for outcome in outcomes if outcome.is_fault and outcome.name in used)

@@ -1,0 +1,324 @@
+"""Plans and starts with results of trials: which kernel a model's shapes get on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibble.canary.kernels import expectations
+from nibble.checkpoint import read_checkpoint
+from nibble.engine import installed
+from nibble.engine.contract import Options
+from nibble.machine.gpu_users import GpuUse
+from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.targets import load_target
+from nibble.plan import gather
+from nibble.plan.gather import plan_for, read_wishes
+from nibble.plan.linear_shapes import linear_uses
+from nibble.plan.plan import Plan
+from nibble.serve import first_trials
+from nibble.trials import tune as tune_module
+from nibble.trials.catalog import OURS
+from nibble.trials.place import place_of
+from nibble.trials.record import Record, ShapeTimes, open_record
+from nibble.trials.trial import Outcome, Verdict, shape_name
+from tests.support.hardware import GIB, HOPPER
+from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
+
+FLAG = "--additional-config"
+W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
+W4A16: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "ignore": ["lm_head"],
+    }
+}
+RTX = Gpu(0, "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 95 * GIB, 94 * GIB, "GPU-0")
+SM120 = replace(HOPPER, gpus=(RTX,))
+GH200 = replace(HOPPER, gpus=(replace(HOPPER.gpus[0], name="NVIDIA GH200 480GB"),))
+
+
+class Machine:
+    """This machine as one with these GPUs, and results of trials on it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, hardware: Hardware) -> None:
+        self.folder, self.hardware = folder, hardware
+        monkeypatch.setattr(gather, "detect", lambda environ: hardware)
+        kernels = folder / "nibble_kernels"
+        kernels.mkdir()
+        (kernels / "_cuda.abi3.so").touch()
+        spec = ModuleSpec("nibble_kernels", None, is_package=True)
+        spec.submodule_search_locations = [str(kernels)]
+        point = importlib.metadata.EntryPoint("nibble", "a:b", "vllm.general_plugins")
+        monkeypatch.setattr(installed, "entry_points", lambda **_: [point])
+        monkeypatch.setattr(installed, "find_spec", lambda name: spec)
+        for module in (gather, first_trials):
+            known = module.place_of
+            monkeypatch.setattr(
+                module, "place_of", lambda *a, known=known, **k: known(*a, compiled="here")
+            )
+
+    def plan(self, model: Path, *words: str, **environ: str) -> Plan:
+        given = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
+        given |= {"NIBBLE_CACHE_DIR": str(self.folder)} | environ
+        return plan_for(read_wishes([str(model), *words], given))
+
+    def record(self, target: str) -> Record:
+        place = place_of(load_target(target), self.hardware, compiled="here")
+        return open_record(self.folder, place, lambda line: None)
+
+    def measured(
+        self,
+        model: Path,
+        target: str,
+        ratio: float | dict[str, float] = 0.5,
+        verdicts: dict[str, Verdict] | None = None,
+        form: Any = "bf16",
+    ) -> None:
+        """Keep verdicts, and times of a model's shapes with these ratios of nibble's to vLLM's."""
+        known: dict[str, Verdict] = {OURS: "right", f"vllm:auto:{form}": "right"}
+        outcomes = [Outcome(name, verdict) for name, verdict in (known | (verdicts or {})).items()]
+        shapes: dict[str, ShapeTimes] = {}
+        for use in linear_uses(read_checkpoint(str(model)), 1, form):
+            each = ratio.get(use.key.split()[0], 0.5) if isinstance(ratio, dict) else ratio
+            shapes[use.key] = ShapeTimes({"1": 10 * each}, {"1": 10.0}, "Marlin")
+        self.record(target).with_outcomes(outcomes).with_shapes(shapes).save(print)
+
+
+@pytest.fixture
+def w4a16(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "w4a16", tensors("w4a16"), W4A16)
+
+
+@pytest.fixture
+def w4a4(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "w4a4", tensors("nvfp4"), W4A4)
+
+
+@pytest.fixture
+def blackwell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch, SM120)
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch, HOPPER)
+
+
+def options(found: Plan) -> dict[str, Any]:
+    kept = found.args[FLAG].value.get("nibble", {}) if FLAG in found.args else {}
+    return {name: value for name, value in kept.items() if name != "step_graph"}
+
+
+def first_shape(model: Path) -> str:
+    return linear_uses(read_checkpoint(str(model)), 1, "bf16")[0].key.split()[0]
+
+
+def test_where_no_kernel_of_nibbles_has_run_one_is_taken_only_after_trials(
+    blackwell: Machine, w4a16: Path
+) -> None:
+    before = blackwell.plan(w4a16)
+    assert options(before) == {} and "tries it on this machine" in (
+        before.choices["linear_kernel"].reason
+    )
+    blackwell.measured(w4a16, "sm120")
+    after = blackwell.plan(w4a16)
+    assert options(after) == {"linear_kernel": "nibble"}
+    assert after.choices["linear_kernel"].reason.startswith("measured on this machine: nibble's")
+    shown = after.to_json()["linear_shapes"]
+    assert shown and all(shape["kernel"] == "nibble" and shape["vllm_us"] for shape in shown)
+
+
+def test_a_slower_shape_stays_vllms_and_both_kernels_are_expected(
+    blackwell: Machine, w4a16: Path
+) -> None:
+    slow = first_shape(w4a16)
+    blackwell.measured(w4a16, "sm120", {slow: 1.2})
+    found = blackwell.plan(w4a16)
+    assert options(found) == {"linear_kernel": "nibble", "vllm_shapes": slow}
+    assert Options.from_config(found.args[FLAG].value).leaves_to_vllm(*map(int, slow.split("x")))
+    allowed = next(want.allowed for want in expectations(found, {}) if want.part == "linear")
+    assert {"NibbleNvFp4LinearKernel", "MarlinNvFp4LinearKernel"} <= set(allowed)
+    blackwell.measured(w4a16, "sm120", 1.2)
+    assert options(blackwell.plan(w4a16)) == {}
+
+
+@pytest.mark.parametrize("verdict", ["wrong", "hung", "crashed", "not finite"])
+def test_a_kernel_with_a_fault_is_named_and_not_used(
+    hopper: Machine, w4a16: Path, verdict: Verdict
+) -> None:
+    hopper.measured(w4a16, "hopper", 0.1, {OURS: verdict})
+    found = hopper.plan(w4a16)
+    assert options(found) == {} and verdict in found.choices["linear_kernel"].reason
+
+
+def test_a_fault_of_the_kernel_that_the_user_names_is_a_note(hopper: Machine, w4a16: Path) -> None:
+    hopper.measured(w4a16, "hopper", 0.1, {OURS: "hung"})
+    found = hopper.plan(w4a16, "--linear-kernel", "nibble")
+    assert options(found) == {"linear_kernel": "nibble"}
+    assert any("failed on this machine: nibble: hung" in note for note in found.notices)
+
+
+def test_another_backend_of_vllms_replaces_its_wrong_choice(blackwell: Machine, w4a4: Path) -> None:
+    """W4A4 layers multiply in FP4 there, which nibble's kernel cannot."""
+    wrong: dict[str, Verdict] = {"vllm:auto:fp4": "wrong", "vllm:marlin:bf16": "right"}
+    blackwell.measured(w4a4, "sm120", 0.5, wrong, "fp4")
+    found = blackwell.plan(w4a4)
+    assert found.args["--linear-backend"].value == "marlin" and options(found) == {}
+    assert any("vllm:auto:fp4: wrong" in note for note in found.notices)
+    blackwell.measured(w4a4, "sm120", 0.5, {"vllm:marlin:bf16": "hung"}, "fp4")
+    wrong |= {"vllm:marlin:bf16": "hung"}
+    blackwell.measured(w4a4, "sm120", 0.5, wrong, "fp4")
+    found = blackwell.plan(w4a4)
+    assert "--linear-backend" not in found.args
+    assert any("no other one can replace it" in note for note in found.notices)
+
+
+def test_a_record_that_cannot_be_read_is_a_note_of_the_plan(
+    blackwell: Machine, w4a16: Path
+) -> None:
+    blackwell.measured(w4a16, "sm120")
+    path = blackwell.record("sm120").path
+    assert path is not None
+    path.write_text("{")
+    found = blackwell.plan(w4a16)
+    assert options(found) == {}
+    assert [note for note in found.notices if note.startswith(f"dropped {path}")]
+
+
+def test_results_of_one_machine_do_not_decide_for_several(blackwell: Machine, w4a16: Path) -> None:
+    blackwell.measured(w4a16, "sm120")
+    found = blackwell.plan(w4a16, HEAD_IP="10.0.0.1", NIBBLE_NNODES="2", TENSOR_PARALLEL_SIZE="2")
+    assert options(found) == {} and not found.linear_kernels.uses
+
+
+# --- the first start ---
+
+
+def tries(machine: Machine, found: Plan) -> bool:
+    return first_trials.should_try(found, machine.folder, print) is not None
+
+
+def test_the_first_start_tries_and_later_ones_do_not(blackwell: Machine, w4a16: Path) -> None:
+    assert tries(blackwell, blackwell.plan(w4a16))
+    assert not tries(blackwell, blackwell.plan(w4a16, NIBBLE_TRIALS="off"))
+    blackwell.measured(w4a16, "sm120")
+    assert not tries(blackwell, blackwell.plan(w4a16))
+
+
+def test_a_fault_is_not_tried_again(blackwell: Machine, w4a16: Path) -> None:
+    outcomes = [Outcome(OURS, "hung"), Outcome("vllm:auto:bf16", "right")]
+    blackwell.record("sm120").with_outcomes(outcomes).save(print)
+    assert not tries(blackwell, blackwell.plan(w4a16))
+
+
+def test_gpus_that_nibble_was_measured_on_are_not_tried_unless_asked(
+    hopper: Machine, w4a16: Path
+) -> None:
+    assert not tries(hopper, hopper.plan(w4a16))
+    assert tries(hopper, hopper.plan(w4a16, NIBBLE_TRIALS="always"))
+
+
+def test_another_hopper_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w4a16: Path
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, GH200)
+    found = machine.plan(w4a16)
+    assert tries(machine, found) and options(found) == {"linear_kernel": "nibble"}
+
+
+def test_vllms_kernel_alone_is_tried_where_nibbles_cannot_serve(
+    blackwell: Machine, w4a4: Path
+) -> None:
+    kernels = blackwell.plan(w4a4).linear_kernels
+    assert kernels.uses and not kernels.tries_ours and not kernels.is_timed
+    named = blackwell.plan(w4a4, VLLM_EXTRA_ARGS="--linear-backend marlin").linear_kernels
+    assert not named.uses
+
+
+def test_shapes_of_layers_divide_over_gpus() -> None:
+    found = read_checkpoint("models/nibble-demo-nvfp4")
+    whole = {use.shape: use.layers for use in linear_uses(found, 1, "fp4")}
+    assert whole == {(1536, 256): 4, (256, 768): 4, (512, 256): 4, (256, 256): 4}
+    halves = {use.shape: use.layers for use in linear_uses(found, 2, "fp4")}
+    assert halves == {(768, 256): 4, (256, 384): 4, (256, 256): 4, (256, 128): 4}
+
+
+@pytest.mark.parametrize("value", ["4096", "4096x", "4096x4096,", "1x1;", "axb", 5])
+def test_shapes_of_the_plugins_options_are_checked(value: Any) -> None:
+    with pytest.raises(ValueError, match="vllm_shapes"):
+        Options.from_config({"nibble": {"vllm_shapes": value}})
+
+
+def test_a_first_start_keeps_what_it_measured_and_names_a_fault(
+    blackwell: Machine, w4a16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts: dict[str, Verdict] = {}
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        assert rest["work_s"] == 15.0 and all(trial.device == "cuda" for trial in trials)
+        return [
+            Outcome(
+                trial.name,
+                verdicts.get(trial.name, "right"),
+                ran="Marlin" if trial.name != OURS else "nibble",
+                times={
+                    shape_name(shape): {"1": 5.0 if trial.name == OURS else 10.0}
+                    for shape in trial.shapes
+                },
+            )
+            for trial in trials
+        ]
+
+    monkeypatch.setattr(tune_module, "run_trials", run)
+    uses = [GpuUse(0, 1, 5 << 30, 90)]
+    monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: uses)
+    before = blackwell.plan(w4a16)
+    record = first_trials.should_try(before, blackwell.folder, print)
+    assert record is not None
+    said: list[str] = []
+    first_trials.try_kernels(before, record, {}, said.append)
+    assert "GPU 0 is in use: 1 process, 5.0 GiB, 90 % busy: a start on an idle GPU" in said[1]
+    assert tries(blackwell, blackwell.plan(w4a16)) and not blackwell.record("sm120").shapes
+    uses.clear()
+    said.clear()
+    verdicts[OURS] = "hung"
+    first_trials.try_kernels(before, record, {}, said.append)
+    assert said[0].startswith("trying nibble's and vLLM's linear kernels on this GPU, once")
+    assert said[1:] == ["nibble: hung"]
+    after = blackwell.plan(w4a16)
+    assert options(after) == {} and "is not used: nibble: hung" in (
+        after.choices["linear_kernel"].reason
+    )
+    verdicts.clear()
+    first_trials.try_kernels(before, record, {}, said.append)
+    assert options(blackwell.plan(w4a16)) == {"linear_kernel": "nibble"} and len(said) == 3
+
+
+def test_another_kernel_of_vllms_is_tried_after_a_fault_of_its_choice(
+    blackwell: Machine, w4a4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        tried.extend(trial.name for trial in trials)
+        return [
+            Outcome(trial.name, "crashed" if "auto" in trial.name else "right") for trial in trials
+        ]
+
+    for module in (tune_module, first_trials):
+        monkeypatch.setattr(module, "run_trials", run)
+    monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: [])
+    before = blackwell.plan(w4a4)
+    record = first_trials.should_try(before, blackwell.folder, print)
+    assert record is not None
+    first_trials.try_kernels(before, record, {}, print)
+    assert tried == ["vllm:auto:fp4", "vllm:flashinfer_cutlass:fp4", "vllm:marlin:bf16"]
+    assert blackwell.plan(w4a4).args["--linear-backend"].value == "flashinfer_cutlass"
