@@ -26,6 +26,7 @@ class Situation:
     notices: tuple[str, ...] = ()
     linear_kernel: Choice | None = None
     step_graph: Choice | None = None
+    attention: Choice | None = None
     memory: MemoryPlan | None = None
 
     @property
@@ -60,6 +61,7 @@ class Situation:
             notices=(*self.notices, *decision.notices),
             linear_kernel=decision.linear_kernel or self.linear_kernel,
             step_graph=decision.step_graph or self.step_graph,
+            attention=decision.attention or self.attention,
             memory=decision.memory or self.memory,
         )
 
@@ -73,6 +75,7 @@ class Decision:
     notices: tuple[str, ...] = ()
     linear_kernel: Choice | None = None
     step_graph: Choice | None = None
+    attention: Choice | None = None
     memory: MemoryPlan | None = None
 
 
