@@ -26,6 +26,9 @@
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct alignas(8) float2 {
   float x, y;
 };
@@ -52,6 +55,7 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __expf(float x) { return std::exp(x); }
 
 inline float __half2float(__half x) { return std::bit_cast<_Float16>(x.bits); }
@@ -93,6 +97,7 @@ struct EmulatedBlock {
     uint32_t a[4], b[2];
     uint64_t shuffled;
     std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
+    std::deque<std::vector<std::function<void()>>> copies{{}};  // in groups; the last one is not ended
   };
   std::vector<EmulatedBarrier> warps;
   EmulatedBarrier all;
@@ -131,6 +136,9 @@ inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, uint32_t mask) {
 inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
   return std::exchange(*place, std::max(*place, value));
 }
+
+inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchange(*place, *place + value); }
+inline void __threadfence() {}
 
 namespace nibble::instruction {
 
@@ -218,6 +226,7 @@ inline void mma_halves(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
   mma(half_of, sum, {a0, a1, a2, a3}, {b0, b1});
 }
 
+inline float power_of_two(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline uint32_t turn_left(uint32_t bits, int by) { return std::rotl(bits, by); }
 template <uint32_t Each, class T>
@@ -229,6 +238,14 @@ using SharedPlace = uint8_t*;
 inline SharedPlace shared_place(uint8_t* pointer) { return pointer; }
 inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uint4*>(place); }
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
+// Where copies are late, they are over when they are waited for.
+inline void copy_or_clear(SharedPlace to, const void* from, bool is_there) {
+  const auto copy = [=] {
+    *reinterpret_cast<uint4*>(to) = is_there ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  };
+  if (!emulated_is_late) return copy();
+  emulated_lane(threadIdx.x % 32).copies.back().push_back(copy);
+}
 inline void copy_once(SharedPlace to, const uint4* from) { *reinterpret_cast<uint4*>(to) = *from; }
 inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<uint32_t*>(to) = *from; }
 inline uint32_t cluster_rank() { return emulated_block->rank; }
@@ -240,9 +257,15 @@ inline float2 load_of_rank(const float2* own, uint32_t rank) {
   return *reinterpret_cast<const float2*>(theirs + (reinterpret_cast<const char*>(own) - begin));
 }
 
-inline void end_copies() {}
+inline void end_copies() { emulated_lane(threadIdx.x % 32).copies.emplace_back(); }
 template <uint32_t Pending>
-void wait_for_copies() {}
+void wait_for_copies() {
+  auto& groups = emulated_lane(threadIdx.x % 32).copies;
+  while (groups.size() > Pending + 1) {
+    for (const auto& copy : groups.front()) copy();
+    groups.pop_front();
+  }
+}
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
 
