@@ -212,3 +212,14 @@ def test_large_and_small_queries_keep_their_range(attend: Attend) -> None:
     case.query *= torch.tensor([1e30, 1.0, 1e-30])[:, None, None]
     case.scale = 1e-31
     check(attend(case), case)
+
+
+def test_pages_before_the_window_are_not_read(attend: Attend) -> None:
+    """A sliding window's manager releases them: other sequences' pages, or NaN."""
+    case = make_case([300, 170], kv_heads=1, fp8=True, window=40)
+    case.pages[0, : (300 - 40) // 16] = case.cache.shape[0] - 1
+    raw = case.cache.view(torch.uint8)
+    raw[-1] = 0x7F
+    before = (300 - 40) % 16
+    raw[case.pages[0, (300 - 40) // 16], :, :before] = 0x7F
+    check(attend(case), case)

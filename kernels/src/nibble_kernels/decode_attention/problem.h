@@ -10,7 +10,7 @@ namespace nibble::attention {
 inline constexpr uint32_t kLanes = 32;
 inline constexpr uint32_t kRows = 16;          // of a product: queries of one KV head, head by head
 inline constexpr uint32_t kPageGroup = 16;     // tokens that lie in one page
-inline constexpr uint32_t kMostSequences = 512;
+inline constexpr uint32_t kMostSequences = 256;
 inline constexpr uint32_t kMostSplits = 64;
 
 // Strides of the cache are in bytes; a token's key is followed by its value.

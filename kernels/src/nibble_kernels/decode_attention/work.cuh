@@ -35,6 +35,7 @@ struct Shared {
   uint32_t largest[kRows];  // bits of the largest |query|
   float maximum[kRows], total[kRows];
   uint32_t ends[kMostSequences];  // items up to and with each sequence
+  uint32_t lengths[kMostSequences], query_begins[kMostSequences + 1];
   uint32_t is_last;
 };
 
@@ -48,20 +49,22 @@ struct Item {
 };
 
 template <class Form>
-__device__ __forceinline__ Span span_of_sequence(const Problem& p, uint32_t sequence, uint32_t& queries) {
-  queries = static_cast<uint32_t>(__ldg(p.query_begins + sequence + 1) - __ldg(p.query_begins + sequence));
-  const int32_t length = __ldg(p.lengths + sequence);
-  return span_of(p, length < 0 ? 0 : static_cast<uint32_t>(length), queries, Form::kTile);
+__device__ __forceinline__ Span span_of_sequence(const Problem& p, const Shared<Form>& shared, uint32_t sequence) {
+  const uint32_t queries = shared.query_begins[sequence + 1] - shared.query_begins[sequence];
+  return span_of(p, shared.lengths[sequence], queries, Form::kTile);
 }
 
-// The number of items; fills shared.ends.
+// The number of items; fills shared's tables of sequences.
 template <class Form>
 __device__ __forceinline__ uint32_t count_items(const Problem& p, Shared<Form>& shared) {
   const uint32_t heads = p.kv_heads * row_tiles_of(p);
-  for (uint32_t i = threadIdx.x; i < p.sequences; i += Form::kThreads) {
-    uint32_t queries;
-    shared.ends[i] = span_of_sequence<Form>(p, i, queries).splits * heads;
+  for (uint32_t i = threadIdx.x; i <= p.sequences; i += Form::kThreads) {
+    shared.query_begins[i] = static_cast<uint32_t>(__ldg(p.query_begins + i));
+    if (i < p.sequences) shared.lengths[i] = static_cast<uint32_t>(max(__ldg(p.lengths + i), 0));
   }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < p.sequences; i += Form::kThreads)
+    shared.ends[i] = span_of_sequence(p, shared, i).splits * heads;
   __syncthreads();
   if (threadIdx.x < kLanes) {  // sums of a lane's share, then of all lanes before it
     const uint32_t share = quotient_up(p.sequences, kLanes), begin = threadIdx.x * share;
@@ -92,7 +95,7 @@ __device__ __forceinline__ Item item_of(const Problem& p, const Shared<Form>& sh
     }
   }
   Item item;
-  const Span span = span_of_sequence<Form>(p, low, item.queries);
+  const Span span = span_of_sequence(p, shared, low);
   const uint32_t in_sequence = number - (low == 0 ? 0 : shared.ends[low - 1]);
   const uint32_t pair = in_sequence / span.splits, tiles = row_tiles_of(p);
   item.sequence = low;
@@ -104,7 +107,8 @@ __device__ __forceinline__ Item item_of(const Problem& p, const Shared<Form>& sh
   item.length = span.end;
   item.begin = span.begin + item.split * span.chunk;
   item.tiles = quotient_up(min(span.chunk, span.end - item.begin), Form::kTile);
-  item.query_begin = static_cast<uint32_t>(__ldg(p.query_begins + low));
+  item.query_begin = shared.query_begins[low];
+  item.queries = shared.query_begins[low + 1] - item.query_begin;
   item.pages = p.pages + static_cast<int64_t>(low) * p.pages_stride;
   return item;
 }
