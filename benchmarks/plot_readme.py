@@ -17,7 +17,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PICTURE = REPOSITORY / "docs" / "images" / "results.svg"
-STARTS, STEPS = "start_time_hopper.json", "nvfp4_decode_8b_h200.json"
+STARTS, LOAD = "start_time_hopper.json", "serve_load_8b_h200.json"
 WIDTH, HEIGHT = 960, 330
 TOP, BOTTOM = 92, 262  # of the bars
 BAR, GAP = 30, 4
@@ -53,12 +53,14 @@ def start_bars() -> list[tuple[str, float, float]]:
     return [(label, summary[key]["vllm_s"], summary[key]["nibble_s"]) for label, key in names]
 
 
-def step_bars() -> list[tuple[str, float, float]]:
-    """(sequences, milliseconds of vLLM's kernel, milliseconds of nibble's) of one decode step."""
-    results = load(STEPS)["results"]
+def token_bars() -> list[tuple[str, float, float]]:
+    """(streams, milliseconds of stock vLLM, milliseconds of nibble) between tokens."""
+    rows = load(LOAD)["rows"]
+    prompt = rows[0]["prompt_tokens"]
     return [
-        (batch, results["stock"][batch]["ms_a_step"], results["nibble"][batch]["ms_a_step"])
-        for batch in ("1", "4", "8", "16", "32")
+        (str(row["streams"]), row["stock"]["tpot_ms"], row["nibble"]["tpot_ms"])
+        for row in rows
+        if row["prompt_tokens"] == row["output_tokens"] == prompt
     ]
 
 
@@ -114,7 +116,7 @@ def picture() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
         f' width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title"'
         " font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif\">",
-        '<title id="title">Start time and decode step of a Qwen3-8B shape in NVFP4 on one H200,'
+        '<title id="title">Start time and time between tokens of a Qwen3-8B shape in NVFP4 on one H200,'
         " with vLLM 0.32.0 alone and with nibble</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
@@ -122,10 +124,10 @@ def picture() -> str:
         *panel(
             400,
             520,
-            "Decode step",
+            "Time between tokens",
             "milliseconds, lower is better",
-            "sequences at the same time",
-            step_bars(),
+            "streams at the same time",
+            token_bars(),
         ),
         *legend(40, HEIGHT - 20),
         "</svg>",

@@ -31,5 +31,5 @@ assert all(both[name].equal(tensor) for name, tensor in shared.items() if tensor
 scales = {name: tensor for name, tensor in both.items() if name not in shared}
 save_file(scales, folder / "cache_scales.safetensors", metadata={"format": "pt"})
 PYTHON
-tar -C "${scratch}" -c . | split -b 60M - "${parts}/model.tar."
+tar -C "${scratch}" -c . | split -b 38M - "${parts}/model.tar."
 ls -l "${parts}"/model.tar.*
