@@ -1,16 +1,17 @@
 """Times nibble's decode attention beside vLLM's kernels on one GPU, in turns, from CUDA graphs.
 
-    python benchmarks/decode_attention.py --library FILE.so --out FILE.json
+    python benchmarks/decode_attention.py --out FILE.json
 
 Keys and values lie in vLLM 0.32's storage [pages, tokens, KV heads, 2 D], pages of 16 tokens drawn
 at random from a pool. Each call of a graph reads other pages, and the second cache is emptied
-before each replay. FILE.so is the kernel alone: `--print-build` prints how it is compiled.
+before each replay. It needs vLLM with FlashAttention 3 and FlashInfer, which compiles its kernels
+for a minute, and nibble-kernels compiled for this GPU. `--divisions` compares divisions of a
+sequence in the same turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import subprocess
@@ -38,28 +39,6 @@ GRID = (
 ROUNDS = 7
 POOL_BYTES = 6 << 30
 Call = Callable[[Tensor], None]
-
-POINTERS = (
-    *("query", "cache", "pages", "lengths", "query_begins", "k_scale", "v_scale", "sinks"),
-    *("out", "lse", "partials", "counters"),
-)
-STRIDES = ("page_stride", "token_stride", "head_stride", "query_token_stride", "query_head_stride")
-SIZES = (
-    *("sequences", "kv_heads", "group", "most_queries", "tokens_per_page", "pages_stride"),
-    *("window", "least_chunk", "most_splits"),
-)
-
-
-class Problem(ctypes.Structure):
-    """kernels/src/nibble_kernels/decode_attention/problem.h"""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_uint32) for name in SIZES),
-        ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-    )
 
 
 @dataclass
@@ -140,53 +119,22 @@ def make_batch(pool: Tensor, batch: int, context: int, read: float) -> Batch:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-class Nibble:
-    """The kernel alone, through ctypes."""
+def nibble(b: Batch, least_chunk: int, most_splits: int) -> Call:
+    from nibble_kernels.decode_attention import decode_attention, make_workspace
 
-    def __init__(self, library: str) -> None:
-        self.attend = ctypes.CDLL(library).nibble_decode_attention
-        self.attend.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p)
-        self.partials = torch.empty(256 << 20, device="cuda")
-        self.counters = torch.zeros(1 << 16, device="cuda", dtype=torch.int32)
+    heads, kv_heads = b.query.shape[1], b.cache.shape[2]
+    workspace = make_workspace(
+        b.batch, kv_heads, heads // kv_heads, b.head_dim,
+        least_chunk=least_chunk, most_splits=most_splits,
+    )  # fmt: skip
+    cache = b.cache.transpose(1, 2)
 
-    def problem(self, b: Batch, least_chunk: int, most_splits: int) -> Problem:
-        size, kv_heads = b.cache.element_size(), b.cache.shape[2]
-        most = b.batch * kv_heads * most_splits * 16 * (b.head_dim + 2)
-        assert most <= self.partials.numel(), "the workspace is too small"
-        return Problem(
-            query=b.query.data_ptr(),
-            cache=b.cache.data_ptr(),
-            lengths=b.lengths.data_ptr(),
-            query_begins=b.begins.data_ptr(),
-            out=b.out.data_ptr(),
-            partials=self.partials.data_ptr(),
-            counters=self.counters.data_ptr(),
-            page_stride=b.cache.stride(0) * size,
-            token_stride=b.cache.stride(1) * size,
-            head_stride=b.cache.stride(2) * size,
-            query_token_stride=b.query.stride(0),
-            query_head_stride=b.query.stride(1),
-            sequences=b.batch,
-            kv_heads=kv_heads,
-            group=b.query.shape[1] // kv_heads,
-            most_queries=1,
-            tokens_per_page=PAGE,
-            pages_stride=b.tables[0].stride(0),
-            least_chunk=least_chunk,
-            most_splits=most_splits,
-            scale=b.scale,
+    def call(table: Tensor) -> None:
+        decode_attention(
+            b.query, cache, table, b.lengths, b.begins, workspace, scale=b.scale, out=b.out
         )
 
-    def call(self, b: Batch, least_chunk: int, most_splits: int) -> Call:
-        problem = self.problem(b, least_chunk, most_splits)
-
-        def call(table: Tensor) -> None:
-            problem.pages = table.data_ptr()
-            stream = torch.cuda.current_stream().cuda_stream
-            error = self.attend(ctypes.byref(problem), b.head_dim, b.is_fp8, stream)
-            assert error == 0, f"CUDA error {error}"
-
-        return call
+    return call
 
 
 def fa3(b: Batch) -> Call:
@@ -342,7 +290,7 @@ def about(read: float) -> dict[str, Any]:
     return {
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
-        "gpu": subprocess.run(driver, capture_output=True, text=True).stdout.strip(),
+        "gpu": subprocess.run(driver, capture_output=True, text=True, check=True).stdout.strip(),
         "read_bytes_per_s": round(read),
         **versions,
     }
@@ -350,7 +298,6 @@ def about(read: float) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", help="the kernel compiled alone", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3600, help="stop after this time")
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS))
@@ -366,7 +313,7 @@ def main() -> None:
     given = parse()
     torch.manual_seed(0)
     end = time.monotonic() + given.seconds
-    read, kernel = read_bandwidth(), Nibble(given.library)
+    read = read_bandwidth()
     divisions = {
         name: tuple(int(n) for n in values.split(","))
         for name, _, values in (one.partition("=") for one in given.divisions)
@@ -379,7 +326,7 @@ def main() -> None:
                 if time.monotonic() > end:
                     break
                 b = make_batch(pool, batch, context, read)
-                calls = {name: kernel.call(b, *values) for name, values in divisions.items()}
+                calls = {name: nibble(b, *values) for name, values in divisions.items()}
                 calls |= _others(b, given.others)
                 result["rows"].append(row := measure(b, calls, read))
                 print(json.dumps(row), flush=True)

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# The GEMMs' GPU tests: every code under every scale, sums against float64, divisions, replays, batches.
+# The kernels' GPU tests (codes under every scale, sums against float64, divisions, replays, batches), and decode
+# attention beside FlashAttention 3, FlashInfer and Triton.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=8 PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu
 pytest=(python3 -m pytest -p no:cacheprovider -p instant -m gpu -v --tb=short --durations=10)
 step kernel_tests 150 "${pytest[@]}" tests/kernels/test_nvfp4_warpgroup_linear.py tests/kernels/test_nvfp4_gpu_linear.py \
-  tests/kernels/test_nvfp4_gpu_moe.py --junitxml /tmp/R/kernel_tests.xml
+  tests/kernels/test_nvfp4_gpu_moe.py tests/kernels/test_decode_attention.py --junitxml /tmp/R/kernel_tests.xml
+step attention_times 420 python3 benchmarks/decode_attention.py --out /tmp/R/decode_attention.json --seconds 300 \
+  --divisions nibble=512,64 chunk128=128,64 chunk256=256,64 chunk1024=1024,64
 touch /tmp/R/kernels.done

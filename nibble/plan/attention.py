@@ -76,9 +76,9 @@ def choose_attention(
     if found is None:
         return Choice(VLLM, OURS, why)
     reason = f"{found.evidence} (FlashAttention 3 vs FlashInfer)"
-    if found.fastest == FLASHINFER:
-        if limit := _limit_of_flashinfer(inputs, values, step_graph):
-            return Choice(VLLM, OURS, f"FlashInfer decodes faster here, but {limit}")
+    limit = _limit_of_flashinfer(inputs, values, step_graph)
+    if found.fastest == FLASHINFER and limit:
+        return Choice(VLLM, OURS, f"FlashInfer decodes faster here, but {limit}")
     return Choice(found.fastest, OURS, reason)
 
 
@@ -148,7 +148,7 @@ def _limit_of_flashinfer(
     assert checkpoint is not None
     text = checkpoint.text_config
     if step_graph is not None and step_graph.value == "on":
-        return "steps from CUDA graphs save more, and FlashInfer plans on the host"
+        return "it plans on the host, which steps from CUDA graphs leave out"
     if any(values.get(flag) not in (None, False) for flag in SPECULATIVE):
         return "it decodes one token a sequence, and drafts are verified several at a time"
     if any(layer.kind == "sliding" for layer in _attention_layers(checkpoint)):

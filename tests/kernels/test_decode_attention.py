@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.kernels.attention_cases import FP8, Case, assert_close, make_case
+from tests.support.kernels.attention_cases import Case, assert_close, make_case
 
 SCALES = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
@@ -107,11 +107,10 @@ def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_what_the_kernel_cannot_read_is_refused(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("wrong", ["page", "type"])
+def test_what_the_kernel_cannot_read_is_refused(kernels: ModuleType, wrong: str) -> None:
     case = make_case([40]).on("cuda")
-    with pytest.raises(RuntimeError, match="multiple of 16 tokens"):
-        attend(Case(case.query, case.cache[:, :, :8], case.pages, case.lengths, case.query_begins, 1))
-    with pytest.raises(RuntimeError, match="bfloat16 or float8"):
-        wrong = case.cache.to(torch.float16)
-        attend(Case(case.query, wrong, case.pages, case.lengths, case.query_begins, 1))
-    assert FP8 != case.cache.dtype
+    case.cache = case.cache[:, :, :8] if wrong == "page" else case.cache.to(torch.float16)
+    expected = "multiple of 16 tokens" if wrong == "page" else "bfloat16 or float8"
+    with pytest.raises(RuntimeError, match=expected):
+        attend(case)

@@ -148,9 +148,7 @@ SCALES = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_lengths_at_the_edges_of_pages_and_chunks(
-    attend: Attend, head_dim: int, fp8: bool
-) -> None:
+def test_lengths_at_the_edges_of_pages_and_chunks(attend: Attend, head_dim: int, fp8: bool) -> None:
     case = make_case(
         [1, 15, 16, 17, 0, 64, 65, 200], head_dim=head_dim, fp8=fp8, **(SCALES if fp8 else {})
     )
@@ -167,7 +165,13 @@ def test_every_option(attend: Attend, fp8: bool) -> None:
         **(SCALES if fp8 else {}),
     }
     case = make_case(
-        [150, 3, 81, 0], group=6, queries=[3, 3, 1, 0], page=48, heads_first=True, fp8=fp8, **options
+        [150, 3, 81, 0],
+        group=6,
+        queries=[3, 3, 1, 0],
+        page=48,
+        heads_first=True,
+        fp8=fp8,
+        **options,
     )
     check(attend(case), case)
 

@@ -71,9 +71,7 @@ def make_case(
     begins = torch.tensor([0, *each]).cumsum(0).int()
     heads = kv_heads * group
     query = torch.randn(int(begins[-1]), heads, head_dim, generator=generator).bfloat16()
-    return Case(
-        query, cache, pages, torch.tensor(lengths).int(), begins, head_dim**-0.5, options
-    )
+    return Case(query, cache, pages, torch.tensor(lengths).int(), begins, head_dim**-0.5, options)
 
 
 def _poison(cache: Tensor, pages: Tensor, lengths: Sequence[int], page: int) -> None:

@@ -19,11 +19,11 @@ class Attention {
     uint8_t* const memory = shared_.ring + warp() * (Form::kStages * Form::kTileBytes);
     Ring<Form> ring(p_, shared_, memory, items);
     for (uint32_t number = blockIdx.x; number < items; number += gridDim.x) {
-      const Item item = item_of(p_, shared_, number);
       Partial<Form> partial;
-      compute(item, ring, partial);
+      compute(item_of(p_, shared_, number), ring, partial);
       join_warps(partial);
-      finish(item, number, partial);
+      // Found again, so that it takes no registers meanwhile.
+      finish(item_of(p_, shared_, number), number, partial);
       __syncthreads();
     }
     instruction::wait_for_copies<0>();

@@ -11,8 +11,8 @@
 namespace nibble::attention {
 
 inline constexpr int kMostDevices = 64;
-// Shared memory of a block on a GPU with 99 KB is not enough for the larger forms.
-inline constexpr int kLargeSharedBytes = 128 * 1024;
+// A block's shared memory: on SM12x, and where the larger forms are taken.
+inline constexpr int kSmallSharedBytes = 99 * 1024, kLargeSharedBytes = 128 * 1024;
 
 template <class Form>
 __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks) attend(const __grid_constant__ Problem problem) {
@@ -50,8 +50,9 @@ cudaError_t blocks_at_a_time(int device, const Gpu& gpu, int& blocks) {
   return cudaSuccess;
 }
 
-template <class Form>
+template <class Form, int MostSharedBytes = 227 * 1024>
 cudaError_t launch_form(const Problem& problem, int device, const Gpu& gpu, cudaStream_t stream) {
+  static_assert(sizeof(Shared<Form>) <= MostSharedBytes);
   int blocks = 0;
   const cudaError_t error = blocks_at_a_time<Form>(device, gpu, blocks);
   if (error != cudaSuccess) return error;
@@ -65,13 +66,13 @@ template <bool IsFp8>
 cudaError_t launch_type(const Problem& problem, uint32_t head_dim, int device, const Gpu& gpu,
                         cudaStream_t stream) {
   const bool is_large = gpu.shared_bytes >= kLargeSharedBytes;
-  if (head_dim == 64) return launch_form<Form<64, IsFp8, 4, 2>>(problem, device, gpu, stream);
+  if (head_dim == 64) return launch_form<Form<64, IsFp8, 4, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
   if (head_dim == 128) {
     if (is_large) return launch_form<Form<128, IsFp8, 4, 3>>(problem, device, gpu, stream);
-    return launch_form<Form<128, IsFp8, 4, 2>>(problem, device, gpu, stream);
+    return launch_form<Form<128, IsFp8, 4, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
   }
   if (is_large) return launch_form<Form<256, IsFp8, 4, IsFp8 ? 2 : 3>>(problem, device, gpu, stream);
-  return launch_form<Form<256, IsFp8, IsFp8 ? 4 : 2, 2>>(problem, device, gpu, stream);
+  return launch_form<Form<256, IsFp8, IsFp8 ? 4 : 2, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
 }
 
 // head_dim: 64, 128 or 256.
