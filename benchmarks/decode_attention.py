@@ -297,7 +297,7 @@ def about(read: float) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3600, help="stop after this time")
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.kernels.attention_cases import Case, assert_close, make_case
 
-SCALES = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
+SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
 
 def attend(case: Case, lse: Tensor | None = None, **options: Any) -> Tensor:
@@ -42,13 +42,13 @@ def cases() -> list[Case]:
     made = []
     for head_dim in (64, 128, 256):
         for fp8 in (False, True):
-            scales = SCALES if fp8 else {}
+            scales: dict[str, Any] = SCALES if fp8 else {}
             form: dict[str, Any] = {"head_dim": head_dim, "fp8": fp8}
             for heads_first in (False, True):
                 lengths = [1, 15, 16, 17, 0, 64, 65, 200, 1000]
                 made.append(make_case(lengths, heads_first=heads_first, **form, **scales))
-            masks = {"window": 70, "soft_cap": 5.0, "sinks": torch.randn(12) * 3}
-            some = {"group": 6, "queries": [3, 3, 1, 0], "page": 48}
+            masks: dict[str, Any] = {"window": 70, "soft_cap": 5.0, "sinks": torch.randn(12) * 3}
+            some: dict[str, Any] = {"group": 6, "queries": [3, 3, 1, 0], "page": 48}
             made.append(make_case([150, 3, 81, 0], **form, **some, **masks))
             made.append(make_case([700, 33], group=16, kv_heads=1, queries=4, **form))
             made.append(make_case([513] * 3, group=1, kv_heads=8, **form))

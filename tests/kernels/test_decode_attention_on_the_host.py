@@ -143,7 +143,7 @@ def check(found: tuple[Tensor, Tensor], case: Case) -> None:
     torch.testing.assert_close(found[1].double(), lse, atol=2e-3, rtol=1e-3)
 
 
-SCALES = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
+SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

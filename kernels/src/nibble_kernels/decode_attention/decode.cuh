@@ -1,7 +1,7 @@
 // Attention of a few query tokens a sequence over a paged cache of keys and values.
 //
-// Persistent thread blocks. An item is a chunk of a sequence for one KV head; its warps take tiles in turns. A
-// block adds its warps' results in order, and the last block of a sequence's chunks adds theirs in order.
+// Persistent thread blocks. An item is a chunk of a sequence for one KV head; its warps take tiles in turns.
+// A block adds its warps' results in order, and the last block of a sequence's chunks adds theirs in order.
 #pragma once
 
 #include "decode_attention/tile.cuh"
@@ -88,7 +88,8 @@ class Attention {
       for (uint32_t half = 0; half < 2; ++half) {
         const uint32_t row = lane() / 4 + half * 8;
         parts[i][half] = {0, 0};
-        if (row < rows && index < Form::kSteps * kLanes) parts[i][half] = query_part(item, row, index / kLanes);
+        if (row < rows && index < Form::kSteps * kLanes)
+          parts[i][half] = query_part(item, row, index / kLanes);
         if constexpr (Form::kIsFp8) {
           const uint32_t low = max(magnitude(parts[i][half].x), magnitude(parts[i][half].x >> 16));
           const uint32_t high = max(magnitude(parts[i][half].y), magnitude(parts[i][half].y >> 16));
@@ -168,7 +169,8 @@ class Attention {
       total += __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(total), 1));
       total += __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(total), 2));
       const uint32_t row = lane() / 4 + half * 8;
-      if (lane() % 4 == 0) shared_.maxima[warp()][row] = partial.maximum[half], shared_.totals[warp()][row] = total;
+      if (lane() % 4 == 0)
+        shared_.maxima[warp()][row] = partial.maximum[half], shared_.totals[warp()][row] = total;
     }
     __syncthreads();
 #pragma unroll
@@ -300,7 +302,8 @@ class Attention {
     constexpr uint32_t kFloats = kRows * (Form::kHeadDim + 2), kStats = kRows * (Form::kHeadDim + 1);
     float* const weights = shared_.weights + row * kMostSplits;
     float maximum = -INFINITY;
-    for (uint32_t split = lane(); split < item.splits; split += kLanes) maximum = fmaxf(maximum, weights[split]);
+    for (uint32_t split = lane(); split < item.splits; split += kLanes)
+      maximum = fmaxf(maximum, weights[split]);
     for (uint32_t mask = 1; mask < kLanes; mask *= 2)
       maximum = fmaxf(maximum, __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(maximum), mask)));
     const float base = maximum == -INFINITY ? 0 : maximum;
@@ -314,8 +317,8 @@ class Attention {
     if (lane() == 0) shared_.maximum[row] = maximum, shared_.total[row] = total;
   }
 
-  __device__ __forceinline__ void write(const Item& item, uint32_t row, uint32_t element, float sum, float maximum,
-                                        float total) const {
+  __device__ __forceinline__ void write(const Item& item, uint32_t row, uint32_t element, float sum,
+                                        float maximum, float total) const {
     constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
     const Place place = place_of(item, row);
     const size_t at = size_t{place.token} * (p_.kv_heads * p_.group) + place.head;

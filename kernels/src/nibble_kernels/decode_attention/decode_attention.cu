@@ -1,8 +1,7 @@
 // nibble::decode_attention on NVIDIA GPUs.
-#include "decode_attention/launch.cuh"
-
 #include <optional>
 
+#include "decode_attention/launch.cuh"
 #include "nibble/cuda.h"
 
 namespace nibble::attention {
@@ -26,13 +25,14 @@ void check_cache(const Tensor& query, const Tensor& cache) {
   require(query.scalar_type() == ScalarType::BFloat16 && query.stride(2) == 1 && query.stride(0) % 4 == 0 &&
               query.stride(1) % 4 == 0,
           "expected bfloat16 queries whose heads begin at multiples of 8 bytes");
-  require(head_dim == 64 || head_dim == 128 || head_dim == 256, "expected a head dim of 64, 128 or 256, found ",
-          head_dim);
+  require(head_dim == 64 || head_dim == 128 || head_dim == 256,
+          "expected a head dim of 64, 128 or 256, found ", head_dim);
   require(cache.scalar_type() == ScalarType::BFloat16 || cache.scalar_type() == ScalarType::Float8_e4m3fn,
           "expected a cache in bfloat16 or float8_e4m3fn");
   require(cache.dim() == 4 && cache.size(3) == 2 * head_dim && cache.stride(3) == 1,
           "expected a cache [pages, KV heads, tokens, 2 D] with D = ", head_dim);
-  require(cache.size(2) % kPageGroup == 0, "expected pages of a multiple of 16 tokens, found ", cache.size(2));
+  require(cache.size(2) % kPageGroup == 0, "expected pages of a multiple of 16 tokens, found ",
+          cache.size(2));
   require(query.size(1) % cache.size(1) == 0, query.size(1), " heads are not divided by ", cache.size(1),
           " KV heads");
   const int64_t unit = 16 / cache.element_size();
@@ -80,9 +80,10 @@ void launch_parts(Problem p, uint32_t sequences, const Tensor& query, const Tens
 
 void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pages, const Tensor& lengths,
                       const Tensor& query_begins, int64_t most_queries, double scale,
-                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t window,
-                      double soft_cap, const std::optional<Tensor>& sinks, Tensor out, std::optional<Tensor> lse,
-                      Tensor partials, Tensor counters, int64_t least_chunk, int64_t most_splits) {
+                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                      int64_t window, double soft_cap, const std::optional<Tensor>& sinks, Tensor out,
+                      std::optional<Tensor> lse, Tensor partials, Tensor counters, int64_t least_chunk,
+                      int64_t most_splits) {
   check_tables(pages, lengths, query_begins);
   check_cache(query, cache);
   Problem p = problem_of(query, cache, pages, most_queries, least_chunk, most_splits);

@@ -15,7 +15,8 @@ inline constexpr int kMostDevices = 64;
 inline constexpr int kSmallSharedBytes = 99 * 1024, kLargeSharedBytes = 128 * 1024;
 
 template <class Form>
-__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks) attend(const __grid_constant__ Problem problem) {
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
+    attend(const __grid_constant__ Problem problem) {
   extern __shared__ uint4 memory[];
   Attention<Form>(problem, *reinterpret_cast<Shared<Form>*>(memory)).run();
 }
@@ -38,7 +39,8 @@ cudaError_t blocks_at_a_time(int device, const Gpu& gpu, int& blocks) {
   const std::lock_guard lock(mutex);
   if (known[device] == 0) {
     const int bytes = static_cast<int>(sizeof(Shared<Form>));
-    cudaError_t error = cudaFuncSetAttribute(attend<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaError_t error =
+        cudaFuncSetAttribute(attend<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     int each = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, attend<Form>, Form::kThreads, bytes);
@@ -56,7 +58,8 @@ cudaError_t launch_form(const Problem& problem, int device, const Gpu& gpu, cuda
   int blocks = 0;
   const cudaError_t error = blocks_at_a_time<Form>(device, gpu, blocks);
   if (error != cudaSuccess) return error;
-  const uint64_t most = uint64_t{problem.sequences} * problem.kv_heads * row_tiles_of(problem) * problem.most_splits;
+  const uint64_t most =
+      uint64_t{problem.sequences} * problem.kv_heads * row_tiles_of(problem) * problem.most_splits;
   if (most < static_cast<uint64_t>(blocks)) blocks = static_cast<int>(most);
   attend<Form><<<blocks, Form::kThreads, sizeof(Shared<Form>), stream>>>(problem);
   return cudaGetLastError();
@@ -66,7 +69,8 @@ template <bool IsFp8>
 cudaError_t launch_type(const Problem& problem, uint32_t head_dim, int device, const Gpu& gpu,
                         cudaStream_t stream) {
   const bool is_large = gpu.shared_bytes >= kLargeSharedBytes;
-  if (head_dim == 64) return launch_form<Form<64, IsFp8, 4, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
+  if (head_dim == 64)
+    return launch_form<Form<64, IsFp8, 4, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
   if (head_dim == 128) {
     if (is_large) return launch_form<Form<128, IsFp8, 4, 3>>(problem, device, gpu, stream);
     return launch_form<Form<128, IsFp8, 4, 2>, kSmallSharedBytes>(problem, device, gpu, stream);

@@ -8,8 +8,8 @@
 namespace nibble::attention {
 
 inline constexpr uint32_t kLanes = 32;
-inline constexpr uint32_t kRows = 16;          // of a product: queries of one KV head, head by head
-inline constexpr uint32_t kPageGroup = 16;     // tokens that lie in one page
+inline constexpr uint32_t kRows = 16;       // of a product: queries of one KV head, head by head
+inline constexpr uint32_t kPageGroup = 16;  // tokens that lie in one page
 inline constexpr uint32_t kMostSequences = 256;
 inline constexpr uint32_t kMostSplits = 64;
 
@@ -17,9 +17,9 @@ inline constexpr uint32_t kMostSplits = 64;
 struct Problem {
   const void* query;  // bfloat16
   const uint8_t* cache;
-  const int32_t* pages;         // [sequences, pages_stride]
-  const int32_t* lengths;       // of the sequences with the query tokens; 0: no sequence
-  const int32_t* query_begins;  // [sequences + 1]
+  const int32_t* pages;            // [sequences, pages_stride]
+  const int32_t* lengths;          // of the sequences with the query tokens; 0: no sequence
+  const int32_t* query_begins;     // [sequences + 1]
   const float *k_scale, *v_scale;  // of FP8, or null
   const float* sinks;              // a query head, or null
   void* out;                       // bfloat16 [tokens, heads, D]
@@ -36,10 +36,12 @@ struct Problem {
 };
 
 NIBBLE_FUNCTION uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
-NIBBLE_FUNCTION uint32_t row_tiles_of(const Problem& p) { return quotient_up(p.group * p.most_queries, kRows); }
+NIBBLE_FUNCTION uint32_t row_tiles_of(const Problem& p) {
+  return quotient_up(p.group * p.most_queries, kRows);
+}
 
-// What a sequence's queries see, in equal chunks but for the last. Depends on this sequence alone, so that its
-// result does not depend on others.
+// What a sequence's queries see, in equal chunks but for the last. Depends on this sequence alone, so that
+// its result does not depend on others.
 struct Span {
   uint32_t first, end;     // tokens; `begin` of them is a multiple of a tile
   uint32_t begin;          // the first that is read

@@ -23,8 +23,8 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const uint4& a, uint32
   }
 }
 
-// The first of four neighbouring elements of the head dim that lane 4 r + c has in a step. A key's 16 bytes are
-// then those of one read, and their order in the sum is free.
+// The first of four neighbouring elements of the head dim that lane 4 r + c has in a step. A key's 16 bytes
+// are then those of one read, and their order in the sum is free.
 template <class Form>
 __device__ __forceinline__ uint32_t element_of(uint32_t step, uint32_t c) {
   constexpr uint32_t kStepsPerRead = Form::kIsFp8 ? 4 : 2, kPerRead = 16 / Form::kElement;
@@ -40,8 +40,8 @@ struct Partial {
 
 template <class Form>
 struct Rows {
-  float factor[2];            // of a sum of products: the scale, in base 2 unless scores are capped
-  uint32_t first[2], end[2];  // tokens that the row sees
+  float factor[2];              // of a sum of products: the scale, in base 2 unless scores are capped
+  uint32_t first[2], end[2];    // tokens that the row sees
   uint32_t all_first, all_end;  // that all rows see
 };
 
@@ -157,9 +157,10 @@ class Tile {
     const uint32_t lane = threadIdx.x % kLanes, r = lane / 4, c = lane % 4;
 #pragma unroll
     for (uint32_t group = 0; group < kKeys / 2; ++group) {
-      const float(&low)[4] = scores_[2 * group], (&high)[4] = scores_[2 * group + 1];
+      const float (&low)[4] = scores_[2 * group], (&high)[4] = scores_[2 * group + 1];
       const uint4 weights = {pair_of(low[0], low[1], Form::kIsFp8), pair_of(low[2], low[3], Form::kIsFp8),
-                             pair_of(high[0], high[1], Form::kIsFp8), pair_of(high[2], high[3], Form::kIsFp8)};
+                             pair_of(high[0], high[1], Form::kIsFp8),
+                             pair_of(high[2], high[3], Form::kIsFp8)};
       const uint32_t token = group * 16 + 2 * c;
 #pragma unroll
       for (uint32_t load = 0; load < Form::kLoads; ++load) {
@@ -168,8 +169,8 @@ class Tile {
         for (uint32_t i = 0; i < 4; ++i) read_value(token + i / 2 * 8 + i % 2, load * 8 + r, words[i]);
 #pragma unroll
         for (uint32_t word = 0; word < Form::kLoad / 4; ++word) {
-          add_word(&partial.sums[load * Form::kPerLoad + word * (4 / Form::kElement)], weights, words[0][word],
-                   words[1][word], words[2][word], words[3][word]);
+          add_word(&partial.sums[load * Form::kPerLoad + word * (4 / Form::kElement)], weights,
+                   words[0][word], words[1][word], words[2][word], words[3][word]);
         }
       }
     }
@@ -182,7 +183,8 @@ class Tile {
       const uint32_t low01 = __byte_perm(v0, v1, 0x5140), high01 = __byte_perm(v0, v1, 0x7362);
       const uint32_t low23 = __byte_perm(v2, v3, 0x5140), high23 = __byte_perm(v2, v3, 0x7362);
       multiply<Form>(sums[0], weights, instruction::e4m3_pair(low01), instruction::e4m3_pair(low23));
-      multiply<Form>(sums[1], weights, instruction::e4m3_pair(low01 >> 16), instruction::e4m3_pair(low23 >> 16));
+      multiply<Form>(sums[1], weights, instruction::e4m3_pair(low01 >> 16),
+                     instruction::e4m3_pair(low23 >> 16));
       multiply<Form>(sums[2], weights, instruction::e4m3_pair(high01), instruction::e4m3_pair(high23));
       multiply<Form>(sums[3], weights, instruction::e4m3_pair(high01 >> 16),
                      instruction::e4m3_pair(high23 >> 16));

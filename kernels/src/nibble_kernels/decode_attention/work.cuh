@@ -15,8 +15,8 @@ struct Form {
   static constexpr uint32_t kRowBytes = 2 * HeadDim * kElement, kRowUnits = kRowBytes / 16;
   static constexpr uint32_t kTile = kRowBytes > 512 ? 16 : 8192 / kRowBytes;
   static constexpr uint32_t kTileBytes = kTile * kRowBytes;
-  static constexpr uint32_t kSteps = HeadDim / 16;         // of the product of queries and keys
-  static constexpr uint32_t kColumns = HeadDim / 8;        // tiles of eight columns of the output
+  static constexpr uint32_t kSteps = HeadDim / 16;   // of the product of queries and keys
+  static constexpr uint32_t kColumns = HeadDim / 8;  // tiles of eight columns of the output
   static constexpr uint32_t kLoad = HeadDim * kElement / 8 < 16 ? 8 : 16;  // bytes of a value at a time
   static constexpr uint32_t kLoads = HeadDim * kElement / 8 / kLoad, kPerLoad = kLoad / kElement;
   static constexpr uint32_t kSumStride = HeadDim + 8;
@@ -49,7 +49,8 @@ struct Item {
 };
 
 template <class Form>
-__device__ __forceinline__ Span span_of_sequence(const Problem& p, const Shared<Form>& shared, uint32_t sequence) {
+__device__ __forceinline__ Span span_of_sequence(const Problem& p, const Shared<Form>& shared,
+                                                 uint32_t sequence) {
   const uint32_t queries = shared.query_begins[sequence + 1] - shared.query_begins[sequence];
   return span_of(p, shared.lengths[sequence], queries, Form::kTile);
 }
@@ -117,7 +118,8 @@ __device__ __forceinline__ Item item_of(const Problem& p, const Shared<Form>& sh
 template <class Form>
 class Ring {
  public:
-  __device__ __forceinline__ Ring(const Problem& p, const Shared<Form>& shared, uint8_t* memory, uint32_t items)
+  __device__ __forceinline__ Ring(const Problem& p, const Shared<Form>& shared, uint8_t* memory,
+                                  uint32_t items)
       : p_(p), shared_(shared), items_(items), number_(blockIdx.x), memory_(memory) {
     if (number_ < items_) {
       item_ = item_of(p_, shared_, number_);
@@ -173,8 +175,8 @@ class Ring {
 #pragma unroll
       for (uint32_t i = 0; i < Form::kTile / kAtOnce; ++i) {
         const uint32_t row = i * kAtOnce + lane / Form::kRowUnits;
-        const int64_t group = static_cast<int64_t>(__shfl_sync(~0u, static_cast<unsigned long long>(offset_),
-                                                               i * kAtOnce / kPageGroup));
+        const int64_t group = static_cast<int64_t>(
+            __shfl_sync(~0u, static_cast<unsigned long long>(offset_), i * kAtOnce / kPageGroup));
         const bool is_seen = begin + row < item_.length && begin + row >= item_.first;
         const uint8_t* const from = head + (is_seen ? group + (row % kPageGroup) * p_.token_stride : 0);
 #pragma unroll

@@ -116,7 +116,8 @@ __device__ __forceinline__ void copy_word(SharedPlace to, const uint32_t* from) 
 }
 // 16 bytes, or zeros without a read of `from`.
 __device__ __forceinline__ void copy_or_clear(SharedPlace to, const void* from, bool is_there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(is_there ? 16 : 0)
                : "memory");
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
