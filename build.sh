@@ -90,6 +90,7 @@ if [[ -n ${remote} ]]; then
 fi
 engine_arch=$("${engine[@]}" version --format '{{.Server.Arch}}') ||
   die "no Docker engine answers" "a running engine" "./setup/docker_engine.sh up, or --remote HOST"
+platform=${DOCKER_DEFAULT_PLATFORM:-linux/${engine_arch}} # Docker's own variable
 
 arguments=("VLLM_FROM=${from}" "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)")
 arguments+=("REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
@@ -117,15 +118,16 @@ if [[ -n ${buildx} ]]; then
   [[ -z ${NIBBLE_BUILD_NETWORK:-} ]] ||
     options+=(--set "${target}.network=${NIBBLE_BUILD_NETWORK}" --allow "network.${NIBBLE_BUILD_NETWORK}")
   # Several platforms and attestations only fit in a registry; the local engine gets its own platform.
-  if [[ -n ${push} ]]; then options+=(--push); else options+=(--set "${target}.platform=linux/${engine_arch}" --set "*.attest="); fi
+  if [[ -n ${push} ]]; then options+=(--push); else options+=(--set "${target}.platform=${platform}" --set "*.attest="); fi
   if [[ -n ${kernels} ]]; then
     options+=(--set "${target}.target=kernels-wheel" --set "${target}.output=type=local,dest=dist/${target}")
   elif [[ -z ${push} ]]; then
     options+=(--load)
   fi
 fi
-if [[ ${target} == gb10 && ${engine_arch} != arm64 && (-z ${buildx} || -z ${push}) ]]; then
-  die "gb10 is linux/arm64 and this engine is ${engine_arch}" "an arm64 engine" "./build.sh gb10 --remote HOST"
+if [[ ${target} == gb10 && ${platform} != linux/arm64 && (-z ${buildx} || -z ${push}) ]]; then
+  die "gb10 is linux/arm64 and this engine builds for ${platform}" "an arm64 engine, or one that emulates arm64" \
+    "./build.sh gb10 --remote HOST, or DOCKER_DEFAULT_PLATFORM=linux/arm64 with qemu-user-static installed"
 fi
 what=${image}
 [[ -z ${kernels} ]] || what="dist/${target}/nibble_kernels-*.whl"

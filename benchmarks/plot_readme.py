@@ -116,8 +116,8 @@ def picture() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
         f' width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="title"'
         " font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif\">",
-        '<title id="title">Start time and time between tokens of a Qwen3-8B shape in NVFP4 on one H200,'
-        " with vLLM 0.32.0 alone and with nibble</title>",
+        '<title id="title">Start time and time between tokens of a Qwen3-8B shape in NVFP4 on one'
+        " H200, with vLLM 0.32.0 alone and with nibble</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10"/>',
         *panel(40, 300, "Start to first answer", "seconds, lower is better", "", start_bars()),

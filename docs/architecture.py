@@ -21,6 +21,7 @@ BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
 ROOMS = {
     "cli": ("What do people type?", "A verb: reads words, calls the rooms below, prints."),
     "bench": ("How fast and how steady is it?", "A client that measures a running server."),
+    "bundle": ("How does a model reach a machine without a network?", "A folder with an image."),
     "cluster": ("How do several machines serve one model?", "What needs a second machine."),
     "serve": ("How does a server start, run and end?", "Effects around a running vLLM."),
     "canary": ("Are its answers right?", "A check of a running server, and its verdict."),

@@ -408,6 +408,21 @@ def soak(
 
 
 @app.command()
+def bundle(
+    model: Annotated[str, typer.Argument(help="A folder, ORG/NAME, or a model of the image.")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the bundle.")],
+    image: Annotated[str, typer.Option(help="Image of the local engine.")] = "nibble:cpu",
+    as_json: Json = False,
+) -> None:
+    """Write an image, a model, their licences and checksums into a folder that serves without a
+    network.
+    """
+    from nibble.cli.bundle import bundle as run
+
+    run(model, folder, image, dict(os.environ), as_json)
+
+
+@app.command()
 def version(as_json: Json = False) -> None:
     """Show versions of nibble and of the software that it runs."""
     from nibble.cli.version import versions

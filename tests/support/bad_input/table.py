@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.support.bad_input.bench import bench_rows
+from tests.support.bad_input.bundle import bundle_rows
 from tests.support.bad_input.case import Ignored, Row
 from tests.support.bad_input.cluster import cluster_rows
 from tests.support.bad_input.engine import engine_rows
@@ -47,6 +48,7 @@ def all_rows() -> list[Row]:
         patch_rows,
         reference_rows,
         bench_rows,
+        bundle_rows,
     )
     return [entry for group in groups for entry in group()]
 
