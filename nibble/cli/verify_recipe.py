@@ -57,7 +57,7 @@ def verify(
     report: Annotated[
         Path | None,
         typer.Option(
-            help="Report of `nibble selftest --out FILE` on this machine: makes the evidence from it"
+            help="Report of `nibble selftest --out FILE` on this machine: evidence from it"
             " and the running server, without measuring; --out then names a file."
         ),
     ] = None,

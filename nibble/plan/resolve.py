@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from nibble.machine.paths import cache_dir
 from nibble.plan.applications import compact_json_flags, tool_flags
+from nibble.plan.attention import attention_flags, choose_attention
 from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
@@ -140,6 +141,11 @@ def _step_graph(situation: Situation) -> Decision:
     return Decision(step_graph_flags(chosen, situation.flags), step_graph=chosen)
 
 
+def _attention(situation: Situation) -> Decision:
+    chosen = choose_attention(situation.inputs, situation.flags, situation.step_graph)
+    return Decision(attention_flags(chosen, situation.flags), attention=chosen)
+
+
 def _quantized_layers(situation: Situation) -> Decision:
     return Decision(quantization_override(situation.inputs.checkpoint, situation.flags))
 
@@ -205,6 +211,7 @@ DECIDERS: tuple[Decider, ...] = (
     yield_to_our_kernels,
     _linear_kernel,
     _step_graph,
+    _attention,
     _quantized_layers,
     _load_check,
     _layer_operators,
@@ -287,6 +294,8 @@ def _choices(situation: Situation) -> Choices:
         choices["linear_kernel"] = linear_kernel
     if situation.step_graph is not None:
         choices["step_graph"] = situation.step_graph
+    if situation.attention is not None:
+        choices["attention"] = situation.attention
     return {**choices, "reference": choose_reference(inputs, situation.flags)}
 
 

@@ -27,6 +27,7 @@ class Situation:
     notices: tuple[str, ...] = ()
     linear_kernels: LinearKernels = field(default_factory=LinearKernels)
     step_graph: Choice | None = None
+    attention: Choice | None = None
     memory: MemoryPlan | None = None
 
     @property
@@ -61,6 +62,7 @@ class Situation:
             notices=(*self.notices, *decision.notices),
             linear_kernels=decision.linear_kernels or self.linear_kernels,
             step_graph=decision.step_graph or self.step_graph,
+            attention=decision.attention or self.attention,
             memory=decision.memory or self.memory,
         )
 
@@ -74,6 +76,7 @@ class Decision:
     notices: tuple[str, ...] = ()
     linear_kernels: LinearKernels | None = None
     step_graph: Choice | None = None
+    attention: Choice | None = None
     memory: MemoryPlan | None = None
 
 

@@ -344,3 +344,19 @@ def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
     """
     ptx, _ = compile_for("120", "conversions/probe.cu")
     assert "e2m1x2" not in ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["90a", "120f", "121a"])
+def test_decode_attention_has_instructions_of_every_target(
+    arch: str, compile_for: Compiler
+) -> None:
+    """64 products a tile of FP8 keys and values, 32 to 64 of BF16; no warpgroup's, no bulk copy."""
+    _, cubin = compile_for(arch, "decode_attention/decode_attention.cu")
+    for name, body in sass_functions(cubin):
+        form = re.search(r"FormILj(\d+)ELb(\d)E", name)
+        assert form, name
+        tiles = 64 if form[2] == "1" or form[1] == "256" else 32
+        assert len(re.findall(r"\bHMMA\.16816\.F32", body)) == tiles, name
+        assert not re.search(r"GMMA|UTMA|UBLKCP|ACQBULK", body) and "LDGSTS" in body, name
+        assert ("E4M3.UNPACK_B" in body) == (form[2] == "1"), name

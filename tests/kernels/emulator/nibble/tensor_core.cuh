@@ -98,6 +98,7 @@ struct EmulatedBlock {
     uint32_t a[4], b[2], sparse_b[4], places;
     uint64_t shuffled;
     std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
+    std::deque<std::vector<std::function<void()>>> copies{{}};  // in groups; the last one is not ended
   };
   std::vector<EmulatedBarrier> warps;
   EmulatedBarrier all;
@@ -137,6 +138,9 @@ inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchang
 inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
   return std::exchange(*place, std::max(*place, value));
 }
+
+inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchange(*place, *place + value); }
+inline void __threadfence() {}
 
 namespace nibble::instruction {
 
@@ -284,6 +288,7 @@ void mma_sparse_bfloats(float (&sum)[4], const uint32_t (&a)[4], const uint4& b,
 
 inline uint4 load_once(const void* address) { return *static_cast<const uint4*>(address); }
 
+inline float power_of_two(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline uint32_t turn_left(uint32_t bits, int by) { return std::rotl(bits, by); }
 template <uint32_t Each, class T>
@@ -295,6 +300,14 @@ using SharedPlace = uint8_t*;
 inline SharedPlace shared_place(uint8_t* pointer) { return pointer; }
 inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uint4*>(place); }
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
+// Where copies are late, they are over when they are waited for.
+inline void copy_or_clear(SharedPlace to, const void* from, bool is_there) {
+  const auto copy = [=] {
+    *reinterpret_cast<uint4*>(to) = is_there ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  };
+  if (!emulated_is_late) return copy();
+  emulated_lane(threadIdx.x % 32).copies.back().push_back(copy);
+}
 inline void copy_once(SharedPlace to, const uint4* from) { *reinterpret_cast<uint4*>(to) = *from; }
 inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<uint32_t*>(to) = *from; }
 inline uint32_t cluster_rank() { return emulated_block->rank; }
@@ -306,9 +319,15 @@ inline float2 load_of_rank(const float2* own, uint32_t rank) {
   return *reinterpret_cast<const float2*>(theirs + (reinterpret_cast<const char*>(own) - begin));
 }
 
-inline void end_copies() {}
+inline void end_copies() { emulated_lane(threadIdx.x % 32).copies.emplace_back(); }
 template <uint32_t Pending>
-void wait_for_copies() {}
+void wait_for_copies() {
+  auto& groups = emulated_lane(threadIdx.x % 32).copies;
+  while (groups.size() > Pending + 1) {
+    for (const auto& copy : groups.front()) copy();
+    groups.pop_front();
+  }
+}
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
 

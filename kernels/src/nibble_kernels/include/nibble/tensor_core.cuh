@@ -45,6 +45,12 @@ __device__ __forceinline__ float reciprocal(float x) {  // within 2^-23
   return y;
 }
 
+__device__ __forceinline__ float power_of_two(float x) {  // within 2^-22; 0 for -infinity
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // sum += a b, a [16, 16] and b [16, 8] spread over the warp as PTX has m16n8k16.
 __device__ __forceinline__ void mma_bfloats(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                             uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -138,6 +144,12 @@ __device__ __forceinline__ void copy_once(SharedPlace to, const uint4* from) {
 }
 __device__ __forceinline__ void copy_word(SharedPlace to, const uint32_t* from) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// 16 bytes, or zeros without a read of `from`.
+__device__ __forceinline__ void copy_or_clear(SharedPlace to, const void* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(is_there ? 16 : 0)
+               : "memory");
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <uint32_t Pending>

@@ -1,0 +1,349 @@
+"""Times nibble's decode attention beside vLLM's kernels on one GPU, in turns, from CUDA graphs.
+
+    python benchmarks/decode_attention.py --out FILE.json
+
+Keys and values lie in vLLM 0.32's storage [pages, tokens, KV heads, 2 D], pages of 16 tokens drawn
+at random from a pool. Each call of a graph reads other pages, and the second cache is emptied
+before each replay. It needs vLLM with FlashAttention 3 and FlashInfer, which compiles its kernels
+for a minute, and nibble-kernels compiled for this GPU. `--divisions` compares divisions of a
+sequence in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+PAGE = 16
+HEADS = {128: (32, 8), 256: (16, 2)}
+GRID = (
+    *((1, n) for n in (128, 1024, 2048, 8192, 32768, 131072)),
+    *((4, n) for n in (1024, 8192)),
+    *((8, n) for n in (128, 1024, 8192, 32768)),
+    *((16, n) for n in (1024, 8192)),
+    *((32, n) for n in (1024, 4096, 16384)),
+    *((64, n) for n in (128, 1024, 8192)),
+)
+ROUNDS = 7
+POOL_BYTES = 6 << 30
+Call = Callable[[Tensor], None]
+
+
+@dataclass
+class Batch:
+    """One batch: `tables` are page tables of different pages."""
+
+    head_dim: int
+    batch: int
+    context: int
+    query: Tensor
+    cache: Tensor  # [pages, tokens, KV heads, 2 D]
+    tables: list[Tensor]
+    lengths: Tensor
+    begins: Tensor
+    out: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.cache.dtype == FP8
+
+    @property
+    def kv_bytes(self) -> int:
+        heads = self.cache.shape[2]
+        return self.batch * self.context * heads * 2 * self.head_dim * self.cache.element_size()
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of torch's sum over 2 GB."""
+    x = torch.ones(1 << 30, dtype=torch.float16, device="cuda")
+    start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+    for _ in range(3):
+        x.sum()
+    start.record()
+    for _ in range(10):
+        x.sum()
+    end.record()
+    end.synchronize()
+    return 10 * x.nbytes / (start.elapsed_time(end) / 1e3)
+
+
+def make_pool(head_dim: int, dtype: torch.dtype) -> Tensor:
+    row = HEADS[head_dim][1] * 2 * head_dim
+    pages = POOL_BYTES // (PAGE * row * dtype.itemsize)
+    pool = torch.empty(pages, PAGE, HEADS[head_dim][1], 2 * head_dim, device="cuda", dtype=dtype)
+    some = (torch.randn(4096, *pool.shape[1:], device="cuda") * 0.5).to(dtype)
+    for begin in range(0, pages, len(some)):
+        part = pool[begin : begin + len(some)]
+        part.copy_(some[: len(part)])
+    return pool
+
+
+def make_batch(pool: Tensor, batch: int, context: int, read: float) -> Batch:
+    head_dim = pool.shape[-1] // 2
+    width = -(-context // PAGE)
+    heads = HEADS[head_dim][0]
+    made = Batch(
+        head_dim,
+        batch,
+        context,
+        torch.randn(batch, heads, head_dim, device="cuda").bfloat16(),
+        pool,
+        [],
+        torch.full((batch,), context, device="cuda", dtype=torch.int32),
+        torch.arange(batch + 1, device="cuda", dtype=torch.int32),
+        torch.empty(batch, heads, head_dim, device="cuda", dtype=torch.bfloat16),
+    )
+    wanted = min(64, max(3, int(3000 / (made.kv_bytes / read * 2e6 + 8))))
+    copies = max(1, min(wanted, len(pool) // (width * batch)))
+    order = torch.randperm(len(pool), device="cuda").int()[: copies * batch * width]
+    made.tables = list(order.view(copies, batch, width))
+    return made
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def nibble(b: Batch, least_chunk: int, most_splits: int) -> Call:
+    from nibble_kernels.decode_attention import decode_attention, make_workspace
+
+    heads, kv_heads = b.query.shape[1], b.cache.shape[2]
+    workspace = make_workspace(
+        b.batch, kv_heads, heads // kv_heads, b.head_dim,
+        least_chunk=least_chunk, most_splits=most_splits,
+    )  # fmt: skip
+    cache = b.cache.transpose(1, 2)
+
+    def call(table: Tensor) -> None:
+        decode_attention(
+            b.query, cache, table, b.lengths, b.begins, workspace, scale=b.scale, out=b.out
+        )
+
+    return call
+
+
+def fa3(b: Batch) -> Call:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    heads, kv_heads = b.query.shape[1], b.cache.shape[2]
+    k, v = b.cache.split(b.head_dim, dim=-1)
+    dtype = FP8 if b.is_fp8 else torch.bfloat16
+    q, most = b.query.to(dtype), max(40960, b.context)
+    ones = torch.ones(1, device="cuda").expand(b.batch, kv_heads) if b.is_fp8 else None
+    plan = get_scheduler_metadata(
+        batch_size=b.batch, max_seqlen_q=1, max_seqlen_k=most, num_heads_q=heads,
+        num_heads_kv=kv_heads, headdim=b.head_dim, cache_seqlens=b.lengths, qkv_dtype=dtype,
+        cu_seqlens_q=b.begins, page_size=PAGE, causal=True, window_size=(-1, -1), num_splits=32,
+    )  # fmt: skip
+
+    def call(table: Tensor) -> None:
+        flash_attn_varlen_func(
+            q=q, k=k, v=v, out=b.out, cu_seqlens_q=b.begins, max_seqlen_q=1, seqused_k=b.lengths,
+            max_seqlen_k=most, softmax_scale=b.scale, causal=True, block_table=table,
+            scheduler_metadata=plan, fa_version=3, q_descale=ones, k_descale=ones, v_descale=ones,
+            num_splits=32,
+        )  # fmt: skip
+
+    return call
+
+
+def triton(b: Batch) -> Call:
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    heads, kv_heads = b.query.shape[1], b.cache.shape[2]
+    k, v = b.cache.split(b.head_dim, dim=-1)
+    one = torch.ones(1, device="cuda") if b.is_fp8 else None
+    rows, segments = max(128 // kv_heads, b.batch), 16
+    sums = torch.empty(rows, heads, segments, b.head_dim, device="cuda")
+    maxima, totals = (torch.empty(rows, heads, segments, device="cuda") for _ in range(2))
+
+    def call(table: Tensor) -> None:
+        unified_attention(
+            q=b.query, k=k, v=v, out=b.out, cu_seqlens_q=b.begins, max_seqlen_q=1,
+            seqused_k=b.lengths, max_seqlen_k=max(40960, b.context), softmax_scale=b.scale,
+            causal=True, window_size=(-1, -1), block_table=table, softcap=0, q_descale=None,
+            k_descale=one, v_descale=one, seq_threshold_3D=128 // kv_heads,
+            num_par_softmax_segments=segments, softmax_segm_output=sums, softmax_segm_max=maxima,
+            softmax_segm_expsum=totals,
+        )  # fmt: skip
+
+    return call
+
+
+def flashinfer(b: Batch) -> Call:
+    import flashinfer as fi
+
+    width = b.tables[0].shape[1]
+    k, v = b.cache.split(b.head_dim, dim=-1)
+    begins = torch.arange(b.batch + 1, dtype=torch.int32, device="cuda") * width
+    last = torch.full((b.batch,), (b.context - 1) % PAGE + 1, dtype=torch.int32, device="cuda")
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_cuda_graph=True,
+        paged_kv_indptr_buffer=begins.clone(), paged_kv_last_page_len_buffer=last.clone(),
+        paged_kv_indices_buffer=torch.empty(b.batch * width, dtype=torch.int32, device="cuda"),
+        use_tensor_cores=True,
+    )  # fmt: skip
+    wrapper.plan(
+        begins, b.tables[0].flatten(), last, b.query.shape[1], b.cache.shape[2], b.head_dim, PAGE,
+        q_data_type=torch.bfloat16, kv_data_type=b.cache.dtype, sm_scale=b.scale,
+    )  # fmt: skip
+    pages = wrapper._paged_kv_indices_buf  # its table of pages; a call has another one
+
+    def call(table: Tensor) -> None:
+        wrapper._paged_kv_indices_buf = table.flatten()
+        wrapper.run(b.query, (k, v), out=b.out)
+        wrapper._paged_kv_indices_buf = pages
+
+    return call
+
+
+OTHERS: dict[str, Callable[[Batch], Call]] = {
+    "fa3": fa3,
+    "flashinfer": flashinfer,
+    "triton": triton,
+}
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def capture(call: Call, tables: list[Tensor]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(tables[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for table in tables:
+            call(table)
+    return graph
+
+
+def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
+    evict = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            evict.zero_()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return {name: round(statistics.median(times), 2) for name, times in found.items()}
+
+
+def measure(b: Batch, calls: dict[str, Call], read: float) -> dict[str, Any]:
+    """A row of the JSON: times, and the largest difference from the first kernel's result."""
+    graphs, results = {}, {}
+    for name, call in calls.items():
+        try:
+            call(b.tables[0])
+            results[name] = b.out.float().clone()
+            graphs[name] = capture(call, b.tables)
+        except Exception as error:  # a kernel that cannot run leaves the others
+            print(name, repr(error)[:200], flush=True)
+            if "CUDA" in repr(error) or "cuda" in repr(error):
+                raise
+    us = microseconds(graphs, len(b.tables))
+    first = next(iter(results.values()))
+    least = b.kv_bytes / read * 1e6
+    ours, best = us.get("nibble"), min((us[name] for name in OTHERS if name in us), default=None)
+    return {
+        "batch": b.batch,
+        "context": b.context,
+        "head_dim": b.head_dim,
+        "heads": list(HEADS[b.head_dim]),
+        "kv": "fp8" if b.is_fp8 else "bf16",
+        "us": us,
+        "ratio": round(best / ours, 3) if best and ours else None,
+        "percent_of_read": round(100 * least / ours, 1) if ours else None,
+        "max_difference": round(max(float((r - first).abs().max()) for r in results.values()), 5),
+    }
+
+
+def about(read: float) -> dict[str, Any]:
+    versions = {"torch": torch.__version__}
+    for name in ("vllm", "flashinfer", "triton"):
+        try:
+            versions[name] = __import__(name).__version__
+        except Exception as error:
+            versions[name] = repr(error)[:80]
+    driver = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    return {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": subprocess.run(driver, capture_output=True, text=True, check=True).stdout.strip(),
+        "read_bytes_per_s": round(read),
+        **versions,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=3600, help="stop after this time")
+    parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS))
+    parser.add_argument("--head-dims", nargs="*", type=int, default=[256, 128])
+    parser.add_argument("--kv", nargs="*", choices=("fp8", "bf16"), default=["fp8", "bf16"])
+    parser.add_argument(
+        "--divisions", nargs="*", default=["nibble=512,64"], help="NAME=LEAST_CHUNK,MOST_SPLITS"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse()
+    torch.manual_seed(0)
+    end = time.monotonic() + given.seconds
+    read = read_bandwidth()
+    divisions = {
+        name: tuple(int(n) for n in values.split(","))
+        for name, _, values in (one.partition("=") for one in given.divisions)
+    }
+    result: dict[str, Any] = {**about(read), "divisions": divisions, "rows": []}
+    for kv in given.kv:
+        for head_dim in given.head_dims:
+            pool = make_pool(head_dim, FP8 if kv == "fp8" else torch.bfloat16)
+            for batch, context in GRID:
+                if time.monotonic() > end:
+                    break
+                b = make_batch(pool, batch, context, read)
+                calls = {name: nibble(b, *values) for name, values in divisions.items()}
+                calls |= _others(b, given.others)
+                result["rows"].append(row := measure(b, calls, read))
+                print(json.dumps(row), flush=True)
+                given.out.write_text(json.dumps(result, indent=1) + "\n")
+            del pool
+            torch.cuda.empty_cache()
+
+
+def _others(b: Batch, names: list[str]) -> dict[str, Call]:
+    calls = {}
+    for name in names:
+        try:
+            calls[name] = OTHERS[name](b)
+        except Exception as error:
+            print(name, repr(error)[:200], flush=True)
+    return calls
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""nibble::decode_attention: attention of a few query tokens a sequence over vLLM's paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nibble_kernels.decode_attention.reference import attend
+from nibble_kernels.library import operator
+
+__all__ = ["Workspace", "decode_attention", "make_workspace"]
+
+# Of problem.h: rows of a product, sequences of a launch.
+ROWS, SEQUENCES = 16, 256
+# A sequence's tokens in one chunk, until there are `MOST_SPLITS` chunks (docs/kernels/
+# decode_attention.md).
+LEAST_CHUNK, MOST_SPLITS = 512, 64
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the kernel keeps between its blocks. The counters are zero before and after a call."""
+
+    partials: Tensor
+    counters: Tensor
+    least_chunk: int = LEAST_CHUNK
+    most_splits: int = MOST_SPLITS
+
+
+def make_workspace(
+    sequences: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    *,
+    most_queries: int = 1,
+    device: torch.device | str = "cuda",
+    least_chunk: int = LEAST_CHUNK,
+    most_splits: int = MOST_SPLITS,
+) -> Workspace:
+    """For batches of up to `sequences`. Calls on several streams need one each."""
+    items = min(sequences, SEQUENCES) * kv_heads * -(-group * most_queries // ROWS)
+    floats = items * most_splits * ROWS * (head_dim + 2)
+    return Workspace(
+        torch.empty(floats, dtype=torch.float32, device=device),
+        torch.zeros(items, dtype=torch.int32, device=device),
+        least_chunk,
+        most_splits,
+    )
+
+
+def _reference(
+    query: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    query_begins: Tensor,
+    most_queries: int,
+    scale: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    *rest: object,
+) -> None:
+    result, sums = attend(
+        query,
+        cache,
+        pages,
+        lengths,
+        query_begins,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
+    out.copy_(result)
+    if lse is not None:
+        lse.copy_(sums)
+
+
+def _fake(*arguments: object) -> None:
+    return None
+
+
+_attend = operator(
+    "decode_attention(Tensor query, Tensor cache, Tensor pages, Tensor lengths, Tensor"
+    " query_begins, int most_queries, float scale, Tensor? k_scale, Tensor? v_scale, int window,"
+    " float soft_cap, Tensor? sinks, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials,"
+    " Tensor(d!) counters, int least_chunk, int most_splits) -> ()",
+    _reference,
+    _fake,
+)
+
+
+def decode_attention(
+    query: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    query_begins: Tensor,
+    workspace: Workspace,
+    *,
+    most_queries: int = 1,
+    scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attention of `query` [tokens, heads, D] over `cache` [pages, KV heads, tokens, 2 D] of any
+    strides, in bfloat16 or float8_e4m3fn (times `k_scale` and `v_scale`).
+
+    `lengths` counts a sequence's tokens with the query tokens `query_begins[i]` to
+    `query_begins[i + 1]`, which are its last ones; 0 is a padded row with the result 0. `window`
+    counts the tokens that a query sees, itself included; 0 means all. `lse` [tokens, heads] gets
+    the logarithm of the sum of weights, a sink included. A sequence's result does not depend on
+    the rest of the batch. The first call on a device must not be captured in a CUDA graph.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    _attend(
+        query,
+        cache,
+        pages,
+        lengths,
+        query_begins,
+        most_queries,
+        scale,
+        k_scale,
+        v_scale,
+        window,
+        soft_cap,
+        sinks,
+        out,
+        lse,
+        workspace.partials,
+        workspace.counters,
+        workspace.least_chunk,
+        workspace.most_splits,
+    )
+    return out

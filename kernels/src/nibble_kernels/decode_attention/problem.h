@@ -1,0 +1,70 @@
+// A batch of decode attention, and how its sequences are divided. For host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "nibble/arch.h"
+
+namespace nibble::attention {
+
+inline constexpr uint32_t kLanes = 32;
+inline constexpr uint32_t kRows = 16;       // of a product: queries of one KV head, head by head
+inline constexpr uint32_t kPageGroup = 16;  // tokens that lie in one page
+inline constexpr uint32_t kMostSequences = 256;
+inline constexpr uint32_t kMostSplits = 64;
+
+// Strides of the cache are in bytes; a token's key is followed by its value.
+struct Problem {
+  const void* query;  // bfloat16
+  const uint8_t* cache;
+  const int32_t* pages;            // [sequences, pages_stride]
+  const int32_t* lengths;          // of the sequences with the query tokens; 0: no sequence
+  const int32_t* query_begins;     // [sequences + 1]
+  const float *k_scale, *v_scale;  // of FP8, or null
+  const float* sinks;              // a query head, or null
+  void* out;                       // bfloat16 [tokens, heads, D]
+  float* lse;                      // [tokens, heads], or null
+  float* partials;                 // slots of partial_floats()
+  uint32_t* counters;              // [sequences, KV heads, row tiles], zero between calls
+  int64_t page_stride, token_stride, head_stride;
+  int64_t query_token_stride, query_head_stride;  // elements
+  uint32_t sequences, kv_heads, group, most_queries;
+  uint32_t tokens_per_page, pages_stride;
+  uint32_t window;  // tokens that a query sees, itself included; 0: all
+  uint32_t least_chunk, most_splits;
+  float scale, soft_cap;  // soft_cap 0: none
+};
+
+NIBBLE_FUNCTION uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+NIBBLE_FUNCTION uint32_t row_tiles_of(const Problem& p) {
+  return quotient_up(p.group * p.most_queries, kRows);
+}
+
+// What a sequence's queries see, in equal chunks but for the last. Depends on this sequence alone, so that
+// its result does not depend on others.
+struct Span {
+  uint32_t first, end;     // tokens; `begin` of them is a multiple of a tile
+  uint32_t begin;          // the first that is read
+  uint32_t chunk, splits;  // splits is 0 for a sequence without queries
+};
+
+NIBBLE_FUNCTION Span span_of(const Problem& p, uint32_t length, uint32_t queries, uint32_t tile) {
+  Span span{0, length, 0, 0, queries == 0 ? 0u : 1u};
+  const uint32_t seen_by_first = length < queries ? 0 : length - queries + 1;
+  if (p.window != 0 && seen_by_first > p.window) span.first = seen_by_first - p.window;
+  span.begin = span.first / tile * tile;
+  const uint32_t least = quotient_up(span.end - span.begin, p.least_chunk);
+  const uint32_t splits = least < p.most_splits ? least : p.most_splits;
+  if (splits <= 1 || queries == 0) {
+    span.chunk = span.end - span.begin;
+    return span;
+  }
+  span.chunk = quotient_up(least, splits) * p.least_chunk;
+  span.splits = quotient_up(span.end - span.begin, span.chunk);
+  return span;
+}
+
+// Floats of a chunk's partial result: rows of D, then each row's maximum and sum.
+NIBBLE_FUNCTION uint32_t partial_floats(uint32_t head_dim) { return kRows * (head_dim + 2); }
+
+}  // namespace nibble::attention

@@ -1,0 +1,116 @@
+"""nibble::decode_attention against float64: the specification everywhere, the kernel on a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernels.attention_cases import Case, assert_close, make_case
+
+SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
+
+
+def attend(case: Case, lse: Tensor | None = None, **options: Any) -> Tensor:
+    from nibble_kernels.decode_attention import decode_attention, make_workspace
+
+    _, heads, head_dim = case.query.shape
+    kv_heads, most = case.cache.shape[1], int(case.query_begins.diff().max())
+    workspace = make_workspace(
+        len(case.lengths), kv_heads, heads // kv_heads, head_dim,
+        most_queries=most, device=case.query.device, **options,
+    )  # fmt: skip
+    return decode_attention(
+        case.query, case.cache, case.pages, case.lengths, case.query_begins, workspace,
+        most_queries=most, scale=case.scale, lse=lse, **case.options,
+    )  # fmt: skip
+
+
+def exact(case: Case) -> Tensor:
+    from nibble_kernels.decode_attention.reference import attend as specified
+
+    return specified(
+        case.query, case.cache, case.pages, case.lengths, case.query_begins, scale=case.scale,
+        dtype=torch.float64, **case.options,
+    )[0]  # fmt: skip
+
+
+def cases() -> list[Case]:
+    made = []
+    for head_dim in (64, 128, 256):
+        for fp8 in (False, True):
+            scales: dict[str, Any] = SCALES if fp8 else {}
+            form: dict[str, Any] = {"head_dim": head_dim, "fp8": fp8}
+            for heads_first in (False, True):
+                lengths = [1, 15, 16, 17, 0, 64, 65, 200, 1000]
+                made.append(make_case(lengths, heads_first=heads_first, **form, **scales))
+            masks: dict[str, Any] = {"window": 70, "soft_cap": 5.0, "sinks": torch.randn(12) * 3}
+            some: dict[str, Any] = {"group": 6, "queries": [3, 3, 1, 0], "page": 48}
+            made.append(make_case([150, 3, 81, 0], **form, **some, **masks))
+            made.append(make_case([700, 33], group=16, kv_heads=1, queries=4, **form))
+            made.append(make_case([513] * 3, group=1, kv_heads=8, **form))
+    return made
+
+
+def test_the_plain_torch_code_is_the_specification(kernels: ModuleType) -> None:
+    case = make_case([33, 0, 7], fp8=True, window=20, queries=2, sinks=torch.randn(8), **SCALES)
+    found = attend(case)
+    assert_close(found, exact(case), case)
+    assert not found[2:4].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("least_chunk", [64, 512])
+def test_the_kernel_is_within_its_roundings(kernels: ModuleType, least_chunk: int) -> None:
+    for case in cases():
+        assert_close(attend(case.on("cuda"), least_chunk=least_chunk), exact(case), case)
+
+
+@pytest.mark.gpu
+def test_a_hundred_replays_are_equal(kernels: ModuleType) -> None:
+    from nibble_kernels.decode_attention import decode_attention, make_workspace
+
+    case = make_case([5000, 17, 0, 3000, 64, 8000, 1, 999], kv_heads=8, fp8=True).on("cuda")
+    workspace = make_workspace(8, 8, 4, 128)
+
+    def call() -> Tensor:
+        return decode_attention(
+            case.query, case.cache, case.pages, case.lengths, case.query_begins, workspace,
+            scale=case.scale,
+        )  # fmt: skip
+
+    first, graph = call(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = call()
+    for _ in range(100):
+        again.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(again, first)
+    assert not workspace.counters.any()
+
+
+@pytest.mark.gpu
+def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType) -> None:
+    """Also not on the parts of a batch that is larger than a launch."""
+    case = make_case([n % 700 for n in range(0, 300 * 37, 37)], kv_heads=1, fp8=True).on("cuda")
+    together = attend(case)
+    for i in (0, 5, 255, 256, 299):
+        begins = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+        one = slice(i, i + 1)
+        alone = Case(
+            case.query[one], case.cache, case.pages[one], case.lengths[one], begins, case.scale
+        )
+        assert torch.equal(attend(alone)[0], together[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", ["page", "type"])
+def test_what_the_kernel_cannot_read_is_refused(kernels: ModuleType, wrong: str) -> None:
+    case = make_case([40]).on("cuda")
+    case.cache = case.cache[:, :, :8] if wrong == "page" else case.cache.to(torch.float16)
+    expected = "multiple of 16 tokens" if wrong == "page" else "bfloat16 or float8"
+    with pytest.raises(RuntimeError, match=expected):
+        attend(case)

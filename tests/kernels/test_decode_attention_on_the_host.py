@@ -1,0 +1,229 @@
+"""The decode attention's own source without a GPU: compiled by g++, with lanes that take turns.
+
+Only the instructions are stood in for (emulator/nibble/tensor_core.cuh). Runs the division of
+sequences, page tables, both orders of the cache, masks, sums of warps and chunks; copies are over
+at once, or only when they are waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.attention_cases import FP8, Case, assert_close, make_case
+from tests.support.kernels.kernel_build import KERNELS
+
+EMULATOR = Path(__file__).parent / "emulator"
+BLOCKS = 5
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    pytest.mark.when_changed(*OPERATORS),
+]
+
+POINTERS = (
+    *("query", "cache", "pages", "lengths", "query_begins", "k_scale", "v_scale", "sinks"),
+    *("out", "lse", "partials", "counters"),
+)
+STRIDES = ("page_stride", "token_stride", "head_stride", "query_token_stride", "query_head_stride")
+SIZES = (
+    *("sequences", "kv_heads", "group", "most_queries", "tokens_per_page", "pages_stride"),
+    *("window", "least_chunk", "most_splits"),
+)
+
+
+class Problem(ctypes.Structure):
+    """problem.h"""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in STRIDES),
+        *((name, ctypes.c_uint32) for name in SIZES),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    built = tmp_path_factory.mktemp("emulator") / "attention.so"
+    sources = KERNELS / "src/nibble_kernels"
+    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=1"]
+    words += [f"-I{EMULATOR}", f"-I{sources}", f"-I{sources / 'include'}"]
+    subprocess.run([*words, "-o", str(built), str(EMULATOR / "attention.cpp")], check=True)
+    found = ctypes.CDLL(str(built))
+    assert found.problem_bytes() == ctypes.sizeof(Problem)
+    return found
+
+
+@pytest.fixture(params=["early", "late"])
+def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
+    def call(
+        case: Case, *, small: bool = False, least_chunk: int = 64, most_splits: int = 64
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, problem, kept = problem_of(case, least_chunk, most_splits)
+        library.attend_on_the_host(
+            ctypes.byref(problem),
+            case.query.shape[-1],
+            case.cache.dtype == FP8,
+            small,
+            BLOCKS,
+            request.param == "late",
+        )
+        assert not kept["counters"].any(), "a counter is not zero for the next call"
+        return out, lse
+
+    return call
+
+
+def problem_of(
+    case: Case, least_chunk: int, most_splits: int
+) -> tuple[Tensor, Tensor, Problem, dict[str, Tensor]]:
+    tokens, heads, head_dim = case.query.shape
+    sequences, kv_heads = len(case.lengths), case.cache.shape[1]
+    group = heads // kv_heads
+    most_queries = int(case.query_begins.diff().max())
+    row_tiles = -(-group * most_queries // 16)
+    slots = sequences * kv_heads * row_tiles * most_splits
+    options = case.options
+    kept = {
+        "query": case.query,
+        "cache": case.cache,
+        "pages": case.pages,
+        "lengths": case.lengths,
+        "query_begins": case.query_begins,
+        "out": torch.full((tokens, heads, head_dim), float("nan"), dtype=torch.bfloat16),
+        "lse": torch.full((tokens, heads), float("nan")),
+        "partials": torch.full((slots * 16 * (head_dim + 2),), float("nan")),
+        "counters": torch.zeros(sequences * kv_heads * row_tiles, dtype=torch.int32),
+        **{name: options[name] for name in ("k_scale", "v_scale", "sinks") if name in options},
+    }
+    size = case.cache.element_size()
+    values: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in kept.items()}
+    problem = Problem(
+        **values,
+        page_stride=case.cache.stride(0) * size,
+        head_stride=case.cache.stride(1) * size,
+        token_stride=case.cache.stride(2) * size,
+        query_token_stride=case.query.stride(0),
+        query_head_stride=case.query.stride(1),
+        sequences=sequences,
+        kv_heads=kv_heads,
+        group=group,
+        most_queries=most_queries,
+        tokens_per_page=case.cache.shape[2],
+        pages_stride=case.pages.stride(0),
+        window=options.get("window", 0),
+        least_chunk=least_chunk,
+        most_splits=most_splits,
+        scale=case.scale,
+        soft_cap=options.get("soft_cap", 0.0),
+    )
+    return kept["out"], kept["lse"], problem, kept
+
+
+def check(found: tuple[Tensor, Tensor], case: Case) -> None:
+    from nibble_kernels.decode_attention.reference import attend as exact
+
+    expected, lse = exact(
+        case.query, case.cache, case.pages, case.lengths, case.query_begins, scale=case.scale,
+        dtype=torch.float64, **case.options,
+    )  # fmt: skip
+    assert_close(found[0], expected, case)
+    torch.testing.assert_close(found[1].double(), lse, atol=2e-3, rtol=1e-3)
+
+
+SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths_at_the_edges_of_pages_and_chunks(attend: Attend, head_dim: int, fp8: bool) -> None:
+    case = make_case(
+        [1, 15, 16, 17, 0, 64, 65, 200], head_dim=head_dim, fp8=fp8, **(SCALES if fp8 else {})
+    )
+    check(attend(case), case)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_every_option(attend: Attend, fp8: bool) -> None:
+    """Speculative queries, some of none; a window, capped scores, sinks; larger pages."""
+    options: dict[str, Any] = {
+        "window": 70,
+        "soft_cap": 5.0,
+        "sinks": torch.randn(12) * 3,
+        **(SCALES if fp8 else {}),
+    }
+    case = make_case(
+        [150, 3, 81, 0],
+        group=6,
+        queries=[3, 3, 1, 0],
+        page=48,
+        heads_first=True,
+        fp8=fp8,
+        **options,
+    )
+    check(attend(case), case)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "queries"), [(128, 1, 1), (64, 16, 2), (256, 8, 2), (128, 5, 8)]
+)
+def test_groups_and_speculative_queries(
+    attend: Attend, head_dim: int, group: int, queries: int
+) -> None:
+    case = make_case(
+        [90, 40], head_dim=head_dim, kv_heads=1, group=group, queries=queries, fp8=True
+    )
+    check(attend(case), case)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_the_forms_for_99_kilobytes(attend: Attend, head_dim: int, fp8: bool) -> None:
+    case = make_case([130, 33], head_dim=head_dim, fp8=fp8)
+    check(attend(case, small=True), case)
+
+
+def test_few_chunks_hold_a_long_sequence(attend: Attend) -> None:
+    case = make_case([700], kv_heads=1, fp8=True)
+    check(attend(case, least_chunk=64, most_splits=3), case)
+
+
+def test_a_result_does_not_depend_on_the_rest_of_the_batch(attend: Attend) -> None:
+    case = make_case([200, 37, 129], fp8=True)
+    together = attend(case)
+    for i in range(3):
+        alone = Case(
+            case.query[i : i + 1], case.cache, case.pages[i : i + 1], case.lengths[i : i + 1],
+            torch.tensor([0, 1]).int(), case.scale,
+        )  # fmt: skip
+        assert torch.equal(attend(alone)[0][0], together[0][i])
+
+
+def test_large_and_small_queries_keep_their_range(attend: Attend) -> None:
+    case = make_case([60, 60, 60], fp8=True)
+    case.query *= torch.tensor([1e30, 1.0, 1e-30])[:, None, None]
+    case.scale = 1e-31
+    check(attend(case), case)
+
+
+def test_pages_before_the_window_are_not_read(attend: Attend) -> None:
+    """A sliding window's manager releases them: other sequences' pages, or NaN."""
+    case = make_case([300, 170], kv_heads=1, fp8=True, window=40)
+    case.pages[0, : (300 - 40) // 16] = case.cache.shape[0] - 1
+    raw = case.cache.view(torch.uint8)
+    raw[-1] = 0x7F
+    before = (300 - 40) % 16
+    raw[case.pages[0, (300 - 40) // 16], :, :before] = 0x7F
+    check(attend(case), case)
