@@ -6,7 +6,7 @@ trap 'echo "[nibble] stop signal before the start: stopped; no server was runnin
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
 # generated: verbs
-verbs='serve stop logs plan inspect convert reference pull doctor selftest tune status chat bench soak bundle version ray-head ray-worker recipes patches cache cluster'
+verbs='serve stop logs plan inspect convert reference pull doctor selftest tune status chat bench soak eval trace bundle upgrade rollback version ray-head ray-worker recipes patches cache cluster'
 # end
 
 # `docker run --user UID:0` brings no home; what a user set and can write stays.

@@ -28,7 +28,7 @@ def main() -> None:
         sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
     gc.disable()
     for name in (*_SERVER, *(_ENGINE if is_forked else ())):
-        with contextlib.suppress(ImportError):  # whoever needs it imports it again, and reports
+        with contextlib.suppress(ImportError):  # what needs it imports it again, and reports
             importlib.import_module(name)
     gc.freeze()
     gc.enable()

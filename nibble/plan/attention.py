@@ -167,5 +167,5 @@ def _limit_of_flashinfer(
     if inputs.can_compile is False:
         return "it is compiled at the first start, and there is no nvcc here"
     if FLASHINFER not in SERVED:
-        return "prompts and servers are not measured with it; --attention-backend FLASHINFER takes it"
+        return "prompts and servers are not measured with it (--attention-backend FLASHINFER)"
     return ""

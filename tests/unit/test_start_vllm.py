@@ -29,7 +29,7 @@ SERVE, ENGINE = "vllm.entrypoints.cli.serve", "vllm.v1.engine.core"
 
 @pytest.fixture
 def vllm(tmp_path: Path) -> Path:
-    """Without most of the modules that are imported early: whoever needs one reports it."""
+    """Without most of the modules that are imported early: what needs one reports it."""
     for path, text in {
         "vllm/__init__.py": "seen = []\n",
         "vllm/entrypoints/__init__.py": "",

@@ -10,7 +10,7 @@ def bundle_rows() -> list[Row]:
     return [
         row(
             "bundle-engine",
-            "`nibble bundle` where DOCKER is no program",
+            "`nibble bundle` where DOCKER names nothing that runs",
             3,
             "… is not a program; expected docker or podman; correct or unset DOCKER",
             Case(("bundle", "{model}", "{tmp}/bundle"), {"DOCKER": "{tmp}/none"}),
