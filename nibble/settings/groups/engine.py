@@ -141,7 +141,7 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Whether a start on a GPU tries the linear kernels first, 15 s at most, where no result is"
-        " known for the GPU, driver and build: `auto` (except on an H200), `always` or `off`"
+        " known for the GPU, driver and build: `auto` (except on H100 and H200), `always` or `off`"
         " (docs/selftest.md).",
         "NIBBLE_TRIALS",
         flag="--trials",
