@@ -24,11 +24,11 @@ from tests.support.docker.served_containers import chat, trouble
 pytestmark = pytest.mark.docker
 
 (README_SERVER,) = [one for one in documented("docker run") if one.serves and one.target == "cpu"]
-GPU_SERVERS = [one for one in documented("docker run") if one.serves and one.target != "cpu"]
+FOR_GPUS = [one for one in documented("docker run") if one.needs_gpu]
 OTHERS = [
     one
     for one in documented("docker run")
-    if not one.serves and "ray_auth_token" not in one.command
+    if not one.serves and not one.needs_gpu and "ray_auth_token" not in one.command
 ]
 TO_HEAD, TO_OTHER_NODE = (one for one in documented("docker ") if "ray_auth_token" in one.command)
 (ASK,) = [one for one in documented("docker exec") if "chat" in one.command]
@@ -156,8 +156,8 @@ class TestReadmesServer:
         assert trouble(server.logs()) == ""
 
 
-@pytest.mark.parametrize("command", GPU_SERVERS, ids=str)
-def test_a_server_for_gpus_reads_its_line_and_asks_for_a_gpu(
+@pytest.mark.parametrize("command", FOR_GPUS, ids=str)
+def test_a_command_for_gpus_reads_its_line_and_asks_for_a_gpu(
     cpu_image: str, command: Documented
 ) -> None:
     """The image says that it is for a GPU; Docker, the entry point and nibble have then read
