@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.library import operator
-from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
+from nibble_kernels.nvfp4_linear.reference import dequantize, epilogue, matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
 
 __all__ = [
@@ -50,13 +50,7 @@ def _decode_reference(
         matmul(rows, *stored_weight(PreparedWeight(codes, scales, outputs, native), x.shape[-1]))
         * global_scale
     )
-    if column_scale is not None:
-        y = y * column_scale
-    if bias is not None:
-        y = y + bias.float()
-    if silu_mul:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up
+    y = epilogue(y, column_scale, bias, silu_mul)
     y = y.unflatten(0, x.shape[:-1])
     if residual is not None:
         y = y + residual.float()

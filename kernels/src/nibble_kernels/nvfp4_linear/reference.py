@@ -37,6 +37,22 @@ def matmul(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return torch.cat([x @ dequantize(*part).T for part in parts], dim=-1)
 
 
+def epilogue(
+    y: Tensor, column_scale: Tensor | None, bias: Tensor | None, silu_mul: bool = False
+) -> Tensor:
+    """Sums y [M, N] in float32 times column factors [N], plus bias [N]; with silu_mul silu of the
+    first half times the second, [M, N/2].
+    """
+    if column_scale is not None:
+        y = y * column_scale
+    if bias is not None:
+        y = y + bias.float()
+    if silu_mul:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
+    return y
+
+
 def nvfp4_linear(
     x: Tensor,
     weight: Tensor,
@@ -53,9 +69,5 @@ def nvfp4_linear(
     else:
         rows = round_to_nvfp4(rows, input_scale_inv)
         alpha = alpha * (1 / input_scale_inv.reshape(()))
-    y = matmul(rows, weight, scales) * alpha
-    if column_scale is not None:
-        y = y * column_scale
-    if bias is not None:
-        y = y + bias.float()
+    y = epilogue(matmul(rows, weight, scales) * alpha, column_scale, bias)
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])

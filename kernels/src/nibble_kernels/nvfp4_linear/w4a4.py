@@ -14,7 +14,7 @@ from nibble_kernels.activation_quant import (
     silu_mul_nvfp4_quant,
 )
 from nibble_kernels.library import operator
-from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
+from nibble_kernels.nvfp4_linear.reference import dequantize, epilogue, matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
 from nibble_kernels.scale_layout import BLOCK, untile
 
@@ -44,13 +44,7 @@ def product_reference(
     x = dequantize(rows, untile(x_scales, len(rows), columns // BLOCK))
     y = matmul(x, *stored_weight(PreparedWeight(codes, scales, outputs, True), columns))
     y = y * global_scale
-    if column_scale is not None:
-        y = y * column_scale
-    if bias is not None:
-        y = y + bias.float()
-    if silu_mul:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up
+    y = epilogue(y, column_scale, bias, silu_mul)
     return y.to(torch.float16 if half else torch.bfloat16).unflatten(0, x_codes.shape[:-1])
 
 

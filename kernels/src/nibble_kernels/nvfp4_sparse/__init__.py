@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.library import operator
-from nibble_kernels.nvfp4_linear.reference import dequantize, matmul
+from nibble_kernels.nvfp4_linear.reference import dequantize, epilogue, matmul
 from nibble_kernels.nvfp4_sparse.weight import (
     NotSparseError,
     SparseWeight,
@@ -46,13 +46,7 @@ def _reference(
     """The specification: the dense weight, float32 throughout, rounded once at the end."""
     rows, weight = x.reshape(-1, x.shape[-1]), SparseWeight(codes, places, scales, outputs, native)
     y = matmul(rows.float(), *dense_weight(weight, x.shape[-1])) * global_scale
-    if column_scale is not None:
-        y = y * column_scale
-    if bias is not None:
-        y = y + bias.float()
-    if silu_mul:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up
+    y = epilogue(y, column_scale, bias, silu_mul)
     return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
@@ -106,13 +100,7 @@ def _weight_linear(
         y = torch.mm(rows, dense, out_dtype=torch.float32) * global_scale
     else:
         y = rows.float() @ dense.float() * global_scale
-    if column_scale is not None:
-        y = y * column_scale
-    if bias is not None:
-        y = y + bias.float()
-    if silu_mul:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up
+    y = epilogue(y, column_scale, bias, silu_mul)
     return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
