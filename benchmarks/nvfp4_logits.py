@@ -36,12 +36,11 @@ MODELS = ("nibble-demo-nvfp4", "nibble-demo-moe-nvfp4")
 QUESTIONS = 24
 TIME_LIMIT_S = 300
 # What docs/nvfp4.md states: the mean divergence in nats of every path from float32 arithmetic on
-# the same weights, by model and NIBBLE_NVFP4_ACTIVATIONS. That of the dense W4A4 is the mean and
-# six standard deviations of what roundings to BF16 alone do (--rounding-noise): they decide which
-# FP4 code an activation near a midpoint gets.
+# the same weights, by model and NIBBLE_NVFP4_ACTIVATIONS. Roundings to BF16 alone give the dense
+# W4A4 0.0187 (--rounding-noise): they decide which FP4 code an activation near a midpoint gets.
 BOUNDS_NATS = {
     ("nibble-demo-nvfp4", "bf16"): 2e-4,
-    ("nibble-demo-nvfp4", "checkpoint"): 0.025,
+    ("nibble-demo-nvfp4", "checkpoint"): 0.02,
     ("nibble-demo-moe-nvfp4", "bf16"): 5e-3,
     ("nibble-demo-moe-nvfp4", "checkpoint"): 0.1,
 }
