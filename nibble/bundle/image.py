@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.container_engine import container_engine
 
 TARGET_LABEL = "ai.nibble.target"
 LIST_PACKAGES = Path(__file__).with_name("list_packages.py")
@@ -35,8 +36,8 @@ def engine(environ: Mapping[str, str]) -> str:
             expected="docker or podman",
             action="correct or unset DOCKER",
         )
-    found = given or shutil.which("docker") or shutil.which("podman")
-    if not found:
+    found = container_engine(environ)
+    if found is None:
         raise NibbleError(
             ExitCode.NO_HARDWARE,
             what="no docker and no podman is in PATH",

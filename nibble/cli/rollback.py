@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from nibble.cli.common import print_json
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.container_engine import container_engine
 from nibble.machine.targets import TARGET_NAMES
 
-ENGINES = ("docker", "podman")
 DIGEST_CHARS = 12
 _FORMAT = "{{.Repository}}:{{.Tag}} {{.ID}}"
 Ask = Callable[[Sequence[str]], str]
@@ -35,11 +34,10 @@ class Build:
     is_current: bool
 
 
-def container_engine(environ: Mapping[str, str]) -> str:
-    """DOCKER, else docker or podman on PATH. Raises CONFIG without one."""
-    for name in (environ.get("DOCKER", ""), *ENGINES):
-        if name and (found := shutil.which(name)):
-            return found
+def engine_of_host(environ: Mapping[str, str]) -> str:
+    """The container engine. Raises CONFIG without one."""
+    if found := container_engine(environ):
+        return found
     raise NibbleError(
         ExitCode.CONFIG,
         what="neither docker nor podman is here",
@@ -133,7 +131,7 @@ def roll_back(
 ) -> None:
     """The verb. Prints what it did, or the builds."""
     image = environ.get("IMAGE", "") or "nibble"
-    ask = asker(container_engine(environ))
+    ask = asker(engine_of_host(environ))
     found = builds(image, check_target(target), ask)
     if list_only:
         if as_json:

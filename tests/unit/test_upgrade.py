@@ -54,7 +54,7 @@ def ask(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> rollback.As
     }
     (tmp_path / "images.json").write_text(json.dumps(images))
     monkeypatch.setenv("PATH", str(tmp_path))
-    return rollback.asker(rollback.container_engine({}))
+    return rollback.asker(rollback.engine_of_host({}))
 
 
 def test_a_rollback_gives_the_name_to_the_build_before_and_keeps_both(ask: rollback.Ask) -> None:
@@ -86,7 +86,7 @@ def test_without_a_container_engine_the_error_says_where_to_run_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NibbleError) as caught:
-        rollback.container_engine({})
+        rollback.engine_of_host({})
     assert caught.value.code == ExitCode.CONFIG
     assert "neither docker nor podman" in caught.value.line()
 

@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "nibble/decode_launch.h"
+#include "nibble/tensor_map.h"
 #include "nvfp4_linear/warpgroup.cuh"
 #include "nvfp4_linear/warpgroup_division.h"
 
@@ -62,21 +63,6 @@ uint32_t clusters_at_a_time(uint32_t ranks, const Device& device) {
     place->second = static_cast<uint32_t>(clusters);
   }
   return place->second;
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, by way of the runtime: nothing here links the driver.
-EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                           &result));
-    require(result == cudaDriverEntryPointSuccess, "the NVIDIA driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<EncodeTiled>(function);
-  }();
-  return found;
 }
 
 // Boxes of `box_rows` rows of `words` words, from a matrix whose rows are `chunks` times as long.
