@@ -71,5 +71,7 @@ def tune(
 
 def _right(wanted: Wanted, by_name: Mapping[str, Outcome]) -> dict[Form, Outcome]:
     """vLLM's kernels without a fault, by the format of activations."""
-    found = {use.form: by_name[wanted.part.vllm_choice(use.form)] for use in wanted.uses}
+    found: dict[Form, Outcome] = {
+        use.form: by_name[wanted.part.vllm_choice(use.form)] for use in wanted.uses
+    }
     return {form: outcome for form, outcome in found.items() if not outcome.is_fault}

@@ -75,7 +75,8 @@ class Machine:
         self, model: Path, target: str, ratio: float | None = 0.5, *words: str, **verdicts: Verdict
     ) -> None:
         """The same for its experts; without a ratio, verdicts alone."""
-        known: dict[str, Verdict] = {"ours": "right", "vllm": "right"} | verdicts
+        known: dict[str, Verdict] = {"ours": "right", "vllm": "right"}
+        known |= verdicts
         outcomes = [
             Outcome(OUR_EXPERTS, known["ours"]),
             Outcome("vllm:experts:bf16", known["vllm"]),
