@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from vllm import envs
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from nibble.engine.contract import GPU_EXPERTS, GPU_LINEAR, reported_as
@@ -33,6 +34,7 @@ from nibble.engine.plugin.experts import (
     local_ids,
     swiglu,
 )
+from nibble.engine.plugin.layers import check_loaded
 from nibble.engine.plugin.options import current_options
 from nibble.engine.plugin.sparse import pack_if_sparse
 
@@ -121,6 +123,22 @@ class _GpuExperts(Experts):
     """nibble::nvfp4_weight_moe, W4A16. The weights are rearranged once, when they are loaded."""
 
     where = "by nibble's GPU kernel"
+    takes_biases = True
+
+    def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """With biases, as gpt-oss has them: vLLM's NVFP4 methods create none, its loaders fill
+        parameters of these names (vllm 0.32 gpt_oss.py:1235, routed_experts.py:784).
+        """
+        super().create_weights(layer, num_experts, *args, **kwargs)
+        if not self.moe.has_bias:
+            return
+        first = layer.w13_weight if hasattr(layer, "w13_weight") else layer.w13_weight_packed
+        second = layer.w2_weight if hasattr(layer, "w2_weight") else layer.w2_weight_packed
+        for name, weight in (("w13_bias", first), ("w2_bias", second)):
+            values = torch.full(weight.shape[:2], float("nan"), dtype=torch.bfloat16)
+            bias = Parameter(values.to(weight.device), requires_grad=False)
+            layer.register_parameter(name, bias)
+            set_weight_attrs(bias, {"weight_loader": kwargs.get("weight_loader")})
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
@@ -138,6 +156,8 @@ class _GpuExperts(Experts):
         require_ours("experts", self.use_a16, flag)
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
         self.activation = self._activation(layer)
+        if self.moe.has_bias:
+            self._prepare_biases(layer)
         if dtype != torch.bfloat16:
             raise ValueError(
                 f"experts in {dtype} are not supported {self.where}; expected bfloat16"
@@ -179,6 +199,8 @@ class _GpuExperts(Experts):
             local_ids(layer, topk_ids),
             self._experts(layer, "w13"),
             self._experts(layer, "w2"),
+            w13_bias=getattr(layer, "w13_bias", None),
+            w2_bias=getattr(layer, "w2_bias", None),
             **self.formula,
         )
 
@@ -186,7 +208,7 @@ class _GpuExperts(Experts):
         """Raises ValueError for one that no kernel here computes."""
         limits = [swiglu(layer, self.moe, name) for name in ("limit", "alpha", "beta")]
         found = activation_of(layer.activation.value, *limits)
-        is_plain = found == activation_of("silu", None, None, None)
+        is_plain = found == activation_of("silu", None, None, None) and not self.moe.has_bias
         if layer.apply_router_weight_on_input or (
             not is_plain
             and (
@@ -197,10 +219,18 @@ class _GpuExperts(Experts):
         ):
             raise ValueError(
                 f"experts with {layer.activation.value} are not supported {self.where}; expected"
-                f" silu, or on SM90 also {' or '.join(FUNCTIONS[1:])} or limits, with the router's"
-                " weights on the output"
+                f" silu, or on SM90 also {' or '.join(FUNCTIONS[1:])}, limits or biases, with the"
+                " router's weights on the output"
             )
         return found
+
+    def _prepare_biases(self, layer: Any) -> None:
+        """w2's on one rank alone: vLLM adds the ranks' results up."""
+        check_loaded(layer, "w13_bias", "w2_bias")
+        if self.activation.interleaved:
+            layer.w13_bias.data = _halves(layer.w13_bias.data)
+        if self.moe.tp_rank != 0:
+            layer.w2_bias.data.zero_()
 
     @property
     def formula(self) -> dict[str, Any]:

@@ -30,13 +30,14 @@ class Experts(FusedMoEMethodBase):
     supports_pre_processed_weights = False
     per_token_activation = False
     use_global_sf = False  # input scales are only those of this rank's experts
+    takes_biases = False
     use_a16: bool  # activations stay in BF16
     where: str  # for errors, such as "on the CPU"
 
     def _start(self, moe: FusedMoEConfig, use_a16: bool) -> None:
         """Replaces vLLM's constructors, which choose among GPU kernels. Raises ValueError."""
         FusedMoEMethodBase.__init__(self, moe)
-        if moe.has_bias:
+        if moe.has_bias and not self.takes_biases:
             raise ValueError(f"NVFP4 experts with biases are not supported {self.where}")
         self.use_a16 = use_a16 or current_options().weights_only
         self.is_real = weights_are_real()
@@ -58,6 +59,7 @@ class Experts(FusedMoEMethodBase):
 
     @property
     def supports_eplb(self) -> bool:
+        """False: vLLM refuses EPLB by the name of the method (vllm 0.32 routed_experts.py:180)."""
         return False
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
