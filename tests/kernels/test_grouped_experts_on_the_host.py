@@ -256,3 +256,19 @@ def test_one_launch_with_as_many_pairs_as_it_takes(library: ctypes.CDLL, late: b
     generator = torch.Generator().manual_seed(8)
     route(layer, torch.randint(-1, 5, (32, 8), generator=generator))
     assert_same_bits((layer.sums(library, late),), (added_up(layer, layer.products(library)),))
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40, 100, 300, 700, 3000, 8192])
+@pytest.mark.parametrize(
+    "shape",
+    [(128, 8, 2048, 768, 2), (256, 8, 2048, 512, 2), (60, 4, 2048, 1408, 2), (8, 2, 1040, 176, 1)],
+)
+def test_the_plan_counts_the_workspace(
+    library: ctypes.CDLL, shape: tuple[int, ...], tokens: int
+) -> None:
+    from nibble.plan.expert_memory import tiles_bytes
+
+    experts, chosen, hidden, inner, _ = shape
+    library.experts_workspace_bytes.restype = ctypes.c_int64
+    found = library.experts_workspace_bytes(tokens * chosen, experts, hidden, inner)
+    assert found == tiles_bytes(shape, tokens)

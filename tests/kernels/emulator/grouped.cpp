@@ -55,7 +55,8 @@ Weight weight_of(const void* codes, const void* scales, const void* global_scale
   weight.chunks = quotient_up(columns, kChunk);
   weight.groups = quotient_up(outputs / 2, kGroup);
   const auto map = [&](const void* words, uint32_t each) {
-    return CUtensorMap{static_cast<const uint32_t*>(words), each * weight.chunks, experts * weight.groups, each};
+    return CUtensorMap{static_cast<const uint32_t*>(words), each * weight.chunks, experts * weight.groups,
+                       each};
   };
   weight.codes = map(codes, kCodeBytes / 4);
   weight.scales = map(scales, kScaleBytes / 4);
@@ -138,16 +139,19 @@ bool run_at_once_on_the_host(Problem p, const Layer& layer, uint32_t blocks, voi
 
 // A negative form: one launch to the sums [tokens, hidden] in place of products, twice on the same counters.
 // False if those are not zero after it.
-extern "C" bool multiply_experts_on_the_host(
-    bool late, int32_t form, uint32_t blocks, const void* x, const int32_t* ids, const float* weights,
-    uint32_t tokens, uint32_t topk, uint32_t experts, uint32_t hidden, uint32_t inner, const void* codes,
-    const void* scales, const void* global_scales, const void* bias, const void* second_codes,
-    const void* second_scales, const void* second_global_scales, const void* second_bias, void* products,
-    uint32_t function, bool gated, float limit, float alpha, float beta) {
+extern "C" bool multiply_experts_on_the_host(bool late, int32_t form, uint32_t blocks, const void* x,
+                                             const int32_t* ids, const float* weights, uint32_t tokens,
+                                             uint32_t topk, uint32_t experts, uint32_t hidden, uint32_t inner,
+                                             const void* codes, const void* scales, const void* global_scales,
+                                             const void* bias, const void* second_codes,
+                                             const void* second_scales, const void* second_global_scales,
+                                             const void* second_bias, void* products, uint32_t function,
+                                             bool gated, float limit, float alpha, float beta) {
   emulated_is_late = late;
   Problem p{};
   p.first = weight_of(codes, scales, global_scales, bias, gated ? 2 * inner : inner, hidden, experts);
-  p.second = weight_of(second_codes, second_scales, second_global_scales, second_bias, hidden, inner, experts);
+  p.second =
+      weight_of(second_codes, second_scales, second_global_scales, second_bias, hidden, inner, experts);
   p.products = products;
   p.activation = {static_cast<Function>(function), gated, limit, alpha, beta};
   const Layer layer{static_cast<const uint16_t*>(x), ids, weights, tokens, topk, experts, hidden, inner};
@@ -159,4 +163,23 @@ extern "C" bool multiply_experts_on_the_host(
   if (form == 64) run<Form64>(p, layer, blocks);
   if (form == 128) run<Form128>(p, layer, blocks);
   return true;
+}
+
+extern "C" int64_t experts_workspace_bytes(uint32_t pairs, uint32_t experts, uint32_t hidden,
+                                           uint32_t inner) {
+  const uint32_t chunks = quotient_up(hidden, kChunk), inner_chunks = quotient_up(inner, kChunk);
+  const auto bytes = [&](auto form) {
+    return Workspace::of<decltype(form)>(pairs, experts, chunks, inner_chunks, hidden).parts.bytes;
+  };
+  switch (form_of(pairs, experts)) {
+    case 8:
+      return bytes(Form8{});
+    case 16:
+      return bytes(Form16{});
+    case 32:
+      return bytes(Form32{});
+    case 64:
+      return bytes(Form64{});
+  }
+  return bytes(Form128{});
 }

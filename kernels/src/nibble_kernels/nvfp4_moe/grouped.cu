@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
   RoutedBefore routes{problem};
-  const Multiplier<T, Operand, Form, RoutedBefore> multiplier{problem, instruction::shared_place(shared), routes};
+  const Multiplier<T, Operand, Form, RoutedBefore> multiplier{problem, instruction::shared_place(shared),
+                                                              routes};
   multiplier.start();
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();
@@ -90,16 +91,6 @@ __global__ void __launch_bounds__(kSumThreads)
                        pair_of(T(), sums[4], sums[5]), pair_of(T(), sums[6], sums[7]));
 }
 
-// Parts of one temporary tensor.
-struct Parts {
-  int64_t bytes = 0;
-  int64_t add(int64_t more) {
-    const int64_t at = bytes;
-    bytes += (more + 127) / 128 * 128;
-    return at;
-  }
-};
-
 struct Run {
   Problem problem;
   Routing routing;
@@ -128,26 +119,20 @@ void multiply_with(Run& run) {
   Ordering& o = run.ordering;
   describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
   describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
-  r.most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs);
-  p.most_tiles = r.most_tiles;
-  Parts parts;
-  const int64_t x = parts.add(int64_t{r.most_tiles} * o.chunks * Form::kXBytes),
-                inner = parts.add(int64_t{r.most_tiles} * o.inner_chunks * Form::kXBytes),
-                products = parts.add(int64_t{r.pairs} * p.second.outputs * sizeof(T)),
-                tiles = parts.add(r.most_tiles * sizeof(Tile)), order = parts.add(r.pairs * 4),
-                weights = parts.add(r.pairs * 4), complete = parts.add(r.most_tiles * 4),
-                counters = parts.add(8);
-  const Tensor work = torch::stable::new_empty(run.x, {parts.bytes / 2}, run.x.scalar_type());
+  const Workspace w = Workspace::of<Form>(r.pairs, r.experts, o.chunks, o.inner_chunks, p.second.outputs);
+  r.most_tiles = p.most_tiles = w.most_tiles;
+  static_assert(sizeof(T) == 2);
+  const Tensor work = torch::stable::new_empty(run.x, {w.parts.bytes / 2}, run.x.scalar_type());
   uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
-  p.x = o.to = reinterpret_cast<uint4*>(begin + x);
-  o.inner = reinterpret_cast<uint4*>(begin + inner);
-  p.inner = reinterpret_cast<uint32_t*>(begin + inner);
-  p.products = begin + products;
-  p.tiles = r.tiles = reinterpret_cast<Tile*>(begin + tiles);
-  p.pairs = r.order = reinterpret_cast<uint32_t*>(begin + order);
-  p.weights = r.ordered_weights = reinterpret_cast<float*>(begin + weights);
-  p.complete = r.complete = reinterpret_cast<uint32_t*>(begin + complete);
-  p.queue = r.queue = reinterpret_cast<uint32_t*>(begin + counters);
+  p.x = o.to = reinterpret_cast<uint4*>(begin + w.x);
+  o.inner = reinterpret_cast<uint4*>(begin + w.inner);
+  p.inner = reinterpret_cast<uint32_t*>(begin + w.inner);
+  p.products = begin + w.products;
+  p.tiles = r.tiles = reinterpret_cast<Tile*>(begin + w.tiles);
+  p.pairs = r.order = reinterpret_cast<uint32_t*>(begin + w.order);
+  p.weights = r.ordered_weights = reinterpret_cast<float*>(begin + w.weights);
+  p.complete = r.complete = reinterpret_cast<uint32_t*>(begin + w.complete);
+  p.queue = r.queue = reinterpret_cast<uint32_t*>(begin + w.counters);
   p.tile_count = r.tile_count = r.queue + 1;
 
   const uint32_t units = r.most_tiles * (o.chunks + 1) * Form::kTokenGroups;
@@ -168,8 +153,8 @@ void multiply_with(Run& run) {
       run.tokens, o.topk, pieces);
 }
 
-// Counters of one launch at a time: of a stream, on which launches follow each other. Null where there are none:
-// while a stream is captured before any launch, and for more streams than there is room for.
+// Counters of one launch at a time: of a stream, on which launches follow each other. Null where there are
+// none: while a stream is captured before any launch, and for more streams than there is room for.
 Counters* counters_of(const Device& device, cudaStream_t stream) {
   constexpr size_t kStreams = 64;
   struct Pool {
@@ -199,7 +184,8 @@ template <class T, class Operand, class Form>
 bool multiply_at_once_with(Run& run) {
   Problem& p = run.problem;
   const Routing& r = run.routing;
-  if (r.pairs > kMostPairsAtOnce || quotient_up(p.second.groups, Form::kGroups) > kMostRowBlocks) return false;
+  if (r.pairs > kMostPairsAtOnce || quotient_up(p.second.groups, Form::kGroups) > kMostRowBlocks)
+    return false;
   Counters* const counters = counters_of(run.device, run.stream);
   if (counters == nullptr) return false;
   describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
@@ -229,12 +215,6 @@ bool multiply_at_once_with(Run& run) {
   Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply_at_once<T, Operand, Form>, p,
                                                                     choices);
   return true;
-}
-
-// For so many pairs an expert: fitted to every form's time on an H200 (docs/kernels/nvfp4_linear.md).
-int64_t form_of(uint32_t pairs, uint32_t experts) {
-  const float each = static_cast<float>(pairs) / static_cast<float>(experts);
-  return each <= 4.5f ? 8 : each <= 9 ? 16 : each <= 18 ? 32 : each <= 72 ? 64 : 128;
 }
 
 // By the number of tokens of a tile; a negative one asks for one launch, for tests and measurements.

@@ -30,21 +30,6 @@ using warpgroup::word;
 
 constexpr uint32_t kNoUnit = ~0u, kOfSecond = 1u << 31;
 
-// The tiles that route.cuh has left in memory, with x in the order of their products.
-struct RoutedBefore {
-  static constexpr bool kInBlock = false;
-  static constexpr uint32_t kFillers = 0;  // threads that fill a stage beside bulk copies
-
-  const Problem& p;
-  __device__ __forceinline__ uint32_t tiles() const { return __ldcg(p.tile_count); }
-  __device__ __forceinline__ Tile tile(uint32_t i) const {
-    const uint4 found = __ldcg(reinterpret_cast<const uint4*>(p.tiles + i));
-    return {found.x, found.y, found.z, 0};
-  }
-  __device__ __forceinline__ uint32_t pair(uint32_t place) const { return __ldcg(p.pairs + place); }
-  __device__ __forceinline__ float weight(uint32_t place) const { return __ldcg(p.weights + place); }
-};
-
 template <class T, class Operand, class Form, class Routes>
 struct Multiplier {
   using Sums = float[Form::kStrips][Form::kSums];
@@ -59,9 +44,7 @@ struct Multiplier {
   __device__ __forceinline__ SharedPlace unit_place(uint32_t i) const {
     return stage(Form::kStages) + i * 16;
   }
-  __device__ __forceinline__ SharedPlace full(uint32_t i) const {
-    return unit_place(Form::kStages) + i * 8;
-  }
+  __device__ __forceinline__ SharedPlace full(uint32_t i) const { return unit_place(Form::kStages) + i * 8; }
   __device__ __forceinline__ SharedPlace empty(uint32_t i) const { return full(Form::kStages + i); }
   __device__ __forceinline__ SharedPlace written(uint32_t i) const { return full(2 * Form::kStages + i); }
   __device__ __forceinline__ SharedPlace announced(uint32_t i) const { return written(kSlots + i); }
@@ -118,8 +101,7 @@ struct Multiplier {
     const bool with_x = !Routes::kInBlock || message.x >> 31 != 0;
     instruction::arrive_expecting(full(at), with_x ? Form::kStageBytes : Form::kWeightBytes);
     instruction::copy_box(stage(at), weight.codes, 0, step, row, full(at));
-    instruction::copy_box(stage(at) + Form::kGroups * kCodeBytes, weight.scales, 0, step, row,
-                          full(at));
+    instruction::copy_box(stage(at) + Form::kGroups * kCodeBytes, weight.scales, 0, step, row, full(at));
   }
   __device__ __forceinline__ void fetch_x(const uint4* x, uint32_t step, uint32_t at) const {
     instruction::copy_bulk(stage(at) + Form::kWeightBytes, x + size_t{step} * (Form::kXBytes / 16),
@@ -178,7 +160,8 @@ struct Multiplier {
         instruction::wait_until_reached(p.complete + unit.tile, p.first.row_blocks);
       }
       instruction::publish_to_copies();
-      if constexpr (Routes::kInBlock) instruction::publish_to_products();  // x of first products is no bulk copy
+      if constexpr (Routes::kInBlock)
+        instruction::publish_to_products();  // x of first products is no bulk copy
       for (uint32_t i = 0; i < step; ++i, at.advance()) fetch_columns(unit, tile, x, i, at.stage);
     }
     for (; step < steps; ++step, at.advance()) {
@@ -233,7 +216,7 @@ struct Multiplier {
     const SharedPlace x = own + Form::kWeightBytes + lane * 16;
     uint32_t scales[4];
     Operand::scales(tile.scales, scales);
-    float (&all)[Form::kTokenGroups][4] = reinterpret_cast<float (&)[Form::kTokenGroups][4]>(sums);
+    float(&all)[Form::kTokenGroups][4] = reinterpret_cast<float(&)[Form::kTokenGroups][4]>(sums);
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       uint4 b[Form::kTokenGroups];
@@ -253,7 +236,7 @@ struct Multiplier {
 
   // What a lane needs to write 8 tokens of a unit. Of tokens past the last, the last.
   struct Rows {
-    uint32_t pair;  // of the token whose columns the lane writes
+    uint32_t pair;                      // of the token whose columns the lane writes
     float first_weight, second_weight;  // of the tokens whose sums it has
   };
   __device__ __forceinline__ Rows rows_of(const Tile& tile, uint32_t group) const {
@@ -329,8 +312,7 @@ struct Multiplier {
 
   // Of 8 tokens each; with few tokens, where sums go is known before they are.
   static constexpr uint32_t kMostAtOnce = Form::kBlocks == 1 ? 4 : 2;
-  static constexpr uint32_t kBatch =
-      Form::kTokenGroups < kMostAtOnce ? Form::kTokenGroups : kMostAtOnce;
+  static constexpr uint32_t kBatch = Form::kTokenGroups < kMostAtOnce ? Form::kTokenGroups : kMostAtOnce;
   static constexpr uint32_t kBatches = Form::kTokenGroups / kBatch;
   static constexpr bool kKeepsRows = Form::kTokenGroups <= 2;
   using SomeRows = Rows[kBatch];
@@ -348,9 +330,7 @@ struct Multiplier {
   template <class F>
   __device__ __forceinline__ void finish_as(const Target& to, const Sums& sums, const SomeRows& first,
                                             const F& activation) const {
-    const uint32_t own = Form::kWarpgroup
-                             ? warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps
-                             : warp;
+    const uint32_t own = Form::kWarpgroup ? warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps : warp;
     SomeRows rows[2];
     if constexpr (kKeepsRows) {
 #pragma unroll

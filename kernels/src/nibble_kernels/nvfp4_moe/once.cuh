@@ -13,8 +13,8 @@ constexpr uint32_t kMostPairsAtOnce = 256, kMostRowBlocks = 256;
 
 // Of all blocks, in memory.
 struct Counters {
-  uint32_t queue, finished;            // units taken; row blocks of w2 that are written
-  uint32_t written[kMostRowBlocks];    // tiles of a row block of w2
+  uint32_t queue, finished;             // units taken; row blocks of w2 that are written
+  uint32_t written[kMostRowBlocks];     // tiles of a row block of w2
   uint32_t complete[kMostPairsAtOnce];  // row blocks of a tile's intermediate
 };
 
@@ -124,7 +124,9 @@ struct RoutedInBlock {
     return {table.experts[i], table.first[i], table.count[i], 0};
   }
   __device__ __forceinline__ uint32_t pair(uint32_t place) const { return table.order[place]; }
-  __device__ __forceinline__ float weight(uint32_t place) const { return __ldg(c.weights + table.order[place]); }
+  __device__ __forceinline__ float weight(uint32_t place) const {
+    return __ldg(c.weights + table.order[place]);
+  }
 
   // By a warp: a chunk of a tile's tokens in the order of Form::word_of; zeros past the last token and past
   // the last column. 16 lanes read a token's chunk.
@@ -150,8 +152,8 @@ struct RoutedInBlock {
   template <class Form>
   __device__ __forceinline__ void clear_padding(const Problem& p, uint32_t tile, uint32_t columns) const {
     const uint32_t all = p.second.chunks * kChunk, pairs = (all - columns) / 2;
-    uint32_t* const chunk = p.inner + (size_t{tile} + 1) * p.second.chunks * (Form::kXBytes / 4) -
-                            Form::kXBytes / 4;
+    uint32_t* const chunk =
+        p.inner + (size_t{tile} + 1) * p.second.chunks * (Form::kXBytes / 4) - Form::kXBytes / 4;
     for (uint32_t i = threadIdx.x; i < pairs * Form::kTokens; i += Form::kConsumerWarps * kLanes)
       chunk[Form::word_of(i % Form::kTokens, columns + i / Form::kTokens * 2)] = 0;
   }
@@ -202,6 +204,8 @@ __device__ __forceinline__ void clear_sums(const Problem& p, const Choices& c) {
 template <class T, class Operand, class Form>
 __device__ __forceinline__ void run_at_once(const Problem& p, const Choices& c, SharedPlace shared,
                                             PairTable& table) {
+  static_assert((Form::kSharedBytes + sizeof(PairTable) + 1024) * Form::kBlocks <=
+                warpgroup::kSharedBytes + 1024);
   RoutedInBlock routes{c, table};
   const Multiplier<T, Operand, Form, RoutedInBlock> multiplier{p, shared, routes};
   multiplier.start();
