@@ -36,7 +36,9 @@ from nibble.engine.plugin.experts import (
 )
 from nibble.engine.plugin.layers import check_loaded
 from nibble.engine.plugin.options import current_options
-from nibble.engine.plugin.sparse import pack_if_sparse
+from nibble.engine.plugin.sparse import keep_experts_dense, pack_if_sparse
+
+WEIGHTS = ("w13", "w2")
 
 
 def runs_here() -> tuple[bool, str | None]:
@@ -162,9 +164,11 @@ class _GpuExperts(Experts):
             raise ValueError(
                 f"experts in {dtype} are not supported {self.where}; expected bfloat16"
             )
+        if current_options().sparse_fp4 == "on":
+            keep_experts_dense(layer, {name: getattr(layer, f"{name}_weight") for name in WEIGHTS})
         native = wants_native(dtype, layer.w13_weight.device)
         self.rows: dict[str, int] = {}
-        for name, scales in zip(("w13", "w2"), global_scales, strict=True):
+        for name, scales in zip(WEIGHTS, global_scales, strict=True):
             codes, blocks = (
                 getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale")
             )
