@@ -37,13 +37,11 @@ def all_files() -> dict[str, dict[str, Tiles]]:
     data = json.loads((installed.folder / BASIS).read_text())
     basis = {int(batch): tiles for batch, tiles in data.items() if batch.isdigit()}
     return {
-        name: {str(batch): tiles_for(basis, batch, *model[::2], kind) for batch in BATCHES}
-        for model in MODELS
+        name: {str(batch): tiles_for(basis, batch, experts, chosen, kind) for batch in BATCHES}
+        for experts, width, chosen in MODELS
         for kind in KINDS
-        if (name := file_name(*model[:2], kind)) not in installed.names
-        and not (
-            kind.endswith("]") and model[1] % 128
-        )  # blocks of scales do not divide such experts
+        if (name := file_name(experts, width, kind)) not in installed.names
+        and not (kind.endswith("]") and width % 128)  # blocks of scales do not divide such experts
     }
 
 

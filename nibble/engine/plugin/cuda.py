@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from vllm import envs
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
-from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from nibble.engine.contract import GPU_EXPERTS, GPU_LINEAR, reported_as
@@ -126,21 +125,6 @@ class _GpuExperts(Experts):
 
     where = "by nibble's GPU kernel"
     takes_biases = True
-
-    def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
-        """With biases, as gpt-oss has them: vLLM's NVFP4 methods create none, its loaders fill
-        parameters of these names (vllm 0.32 gpt_oss.py:1235, routed_experts.py:784).
-        """
-        super().create_weights(layer, num_experts, *args, **kwargs)
-        if not self.moe.has_bias:
-            return
-        first = layer.w13_weight if hasattr(layer, "w13_weight") else layer.w13_weight_packed
-        second = layer.w2_weight if hasattr(layer, "w2_weight") else layer.w2_weight_packed
-        for name, weight in (("w13_bias", first), ("w2_bias", second)):
-            values = torch.full(weight.shape[:2], float("nan"), dtype=torch.bfloat16)
-            bias = Parameter(values.to(weight.device), requires_grad=False)
-            layer.register_parameter(name, bias)
-            set_weight_attrs(bias, {"weight_loader": kwargs.get("weight_loader")})
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as vllm_compressed,
 )
+from vllm.model_executor.utils import set_weight_attrs
 
 from nibble.engine.plugin.layers import check_loaded, mark_unloaded
 from nibble.engine.plugin.options import current_options, weights_are_real
@@ -50,6 +52,18 @@ class Experts(FusedMoEMethodBase):
         w13's are [E, 2] for gate and up, or [E, 1] without gate; w2's are [E].
         """
         raise NotImplementedError
+
+    def _create_biases(self, layer: Any, weights: tuple[Tensor, Tensor], loader: Any) -> None:
+        """As gpt-oss has them: vLLM's NVFP4 methods create none, its loaders fill parameters of
+        these names (vllm 0.32 gpt_oss.py:1235, routed_experts.py:784).
+        """
+        if not self.moe.has_bias:
+            return
+        for name, weight in zip(("w13_bias", "w2_bias"), weights, strict=True):
+            values = torch.full(weight.shape[:2], float("nan"), dtype=torch.bfloat16)
+            bias = Parameter(values.to(weight.device), requires_grad=False)
+            layer.register_parameter(name, bias)
+            set_weight_attrs(bias, {"weight_loader": loader})
 
     def _check(self, layer: torch.nn.Module, weight_scale: str, input_scale: str) -> None:
         if self.is_real:
@@ -89,6 +103,8 @@ class ModelOptExperts(Experts, modelopt.ModelOptNvFp4FusedMoE):
         mark_unloaded(
             layer, *_both("weight_scale"), *_both("weight_scale_2"), *_both("input_scale")
         )
+        weights = (layer.w13_weight, layer.w2_weight)
+        self._create_biases(layer, weights, kwargs.get("weight_loader"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self._check(layer, "weight_scale_2", "input_scale")
@@ -116,6 +132,8 @@ class CompressedTensorsExperts(Experts, vllm_compressed.CompressedTensorsW4A4Nvf
             *_both("weight_global_scale"),
             *_both("input_global_scale"),
         )
+        weights = (layer.w13_weight_packed, layer.w2_weight_packed)
+        self._create_biases(layer, weights, kwargs.get("weight_loader"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self._check(layer, "weight_global_scale", "input_global_scale")

@@ -31,9 +31,11 @@ def main() -> None:
 
 
 def _as_on_an_h200() -> None:
-    from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.fused_moe import config as fused_moe
 
     from nibble.engine.plugin import cuda
+
+    config: Any = fused_moe
 
     class Platform:
         def __getattr__(self, name: str) -> Any:
@@ -111,7 +113,8 @@ class _Case:
         x = (self.random(TOKENS, HIDDEN) - 0.5).bfloat16()
         ids = torch.argsort(self.random(TOKENS, EXPERTS), dim=-1)[:, :TOPK].int()
         router = self.random(TOKENS, TOPK)
-        y = self.layer.quant_method.apply(self.layer, x, router, ids, None, None).double()
+        method: Any = self.layer.quant_method
+        y: Tensor = method.apply(self.layer, x, router, ids, None, None).double()
         right = torch.zeros_like(y)
         for token in range(TOKENS):
             for place, expert in enumerate(ids[token].tolist()):
@@ -160,7 +163,7 @@ class _Case:
         """By vLLM's own definitions."""
         from vllm.model_executor.layers import activation as vllm
 
-        limit = self.limits["limit"]
+        limit: Any = self.limits["limit"]
         if self.activation == "silu" and limit is None:
             return vllm.SiluAndMul.forward_native(h)
         if self.activation in ("silu", "swigluoai_uninterleave"):
@@ -208,7 +211,7 @@ def _config(form: str, own: bool) -> Any:
             return moe.CompressedTensorsW4A4Nvfp4MoEMethod(layer.moe_config, prefix, True)
 
     algorithm = "NVFP4" if form.endswith("w4a4") else "W4A16_NVFP4"
-    made = (Compressed if form.startswith("compressed") else ModelOpt)(
+    made: Any = (Compressed if form.startswith("compressed") else ModelOpt)(
         algorithm, True, None, [], 16
     )
     if form == "modelopt per token":
