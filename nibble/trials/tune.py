@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nibble.trials.choose import LINEAR, TIMED_ROWS, TRUTH_ROWS, Form, Part, Use, times_of
+from nibble.trials.choose import LINEAR, TIMED_ROWS, Form, Part, Use, times_of
 from nibble.trials.record import Record
 from nibble.trials.run import run_trials
 from nibble.trials.trial import Fault, Outcome, Trial, planted
@@ -37,7 +37,7 @@ def tune_trials(wanted: Wanted, device: str = "cuda") -> tuple[Trial, ...]:
     for use in wanted.uses:
         shapes.setdefault(part.vllm_choice(use.form), []).append(use.shape)
     return tuple(
-        Trial(kernel, part.task, kernel, device, tuple(dict.fromkeys(its)), TRUTH_ROWS, rows)
+        Trial(kernel, part.task, kernel, device, tuple(dict.fromkeys(its)), part.truth_rows, rows)
         for kernel, its in shapes.items()
     )
 
