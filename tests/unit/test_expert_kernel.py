@@ -11,6 +11,7 @@ import pytest
 
 from nibble.canary.kernels import expectations
 from nibble.checkpoint import read_checkpoint
+from nibble.cli import tune
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.expert_memory import dequantized_bytes, tiles_bytes
 from nibble.plan.expert_shapes import expert_uses
@@ -170,6 +171,39 @@ def test_a_first_start_keeps_what_it_measured(
         ("experts", "experts"),
         ("vllm:experts:bf16", "experts"),
     ]
+    assert kernel(blackwell.plan(experts)) == "nibble"
+
+
+@pytest.mark.parametrize("words", [(), ("--shape",)])
+def test_tune_times_experts_for_later_plans(
+    blackwell: Machine,
+    experts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+) -> None:
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        times = {"experts": {"1": 5.0, "16": 8.0}, "vllm:experts:bf16": {"1": 10.0, "16": 10.0}}
+        names = ["x".join(map(str, shape)) for shape in trials[0].shapes]
+        return [
+            Outcome(trial.name, "right", times=dict.fromkeys(names, times[trial.name]))
+            for trial in trials
+        ]
+
+    monkeypatch.setattr("nibble.trials.tune.run_trials", run)
+    monkeypatch.setattr(tune, "gpu_uses", lambda indices: [])
+    monkeypatch.setattr(tune, "detect", lambda environ: blackwell.hardware)
+    known = tune.place_of
+    monkeypatch.setattr(tune, "place_of", lambda *a: known(*a, compiled="here"))
+    environ = {"HF_HUB_OFFLINE": "1", "NIBBLE_CACHE_DIR": str(blackwell.folder)}
+    shapes = ["4x2x64x32x2"] if words else []
+    found = tune.tune_model([str(experts)], environ, shapes)
+    assert [(shape["shape"], shape["kernel"]) for shape in found["shapes"]] == [
+        ("4x2x64x32x2", "nibble")
+    ]
+    assert found["shapes"][0]["vllm_us"] == {"1": 10.0, "16": 10.0}
+    tune.show_tuned(found)
+    assert "5.0 / 10.0" in capsys.readouterr().out
     assert kernel(blackwell.plan(experts)) == "nibble"
 
 
