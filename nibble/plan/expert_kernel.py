@@ -19,8 +19,11 @@ from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
 from nibble.plan.part_kernels import DEFAULT_SEQUENCES, UNTRIED, PartKernels
 from nibble.recipes.rules import in_effect
-from nibble.trials.choose import EXPERTS, Form, choose, is_proven, our_fault, summary
+from nibble.trials.choose import EXPERTS, Form, Kernel, choose, is_proven, our_fault, summary
 
+# Targets on which nibble's experts have served a model faster than vLLM's: `auto` takes them there.
+TARGETS: tuple[str, ...] = ()
+SERVED = "faster than vLLM's in a server (docs/kernels/nvfp4_linear.md)"
 UNSERVED = "nibble's experts have not been measured in a server"
 # Flags that need a kernel of vLLM's, and what they are for.
 _OBSTACLES = {
@@ -54,14 +57,16 @@ def _by_trials(inputs: PlanInputs, uses: Any, choice: Choice, most_rows: int) ->
     """All layers have one kernel: nibble's where it is the faster for each shape."""
     record = inputs.trials
     assert record is not None
-    if not is_proven(record, EXPERTS):
-        if fault := our_fault(record, EXPERTS):
-            return PartKernels(replace(choice, reason=f"nibble's is not used: {fault.line()}"))
+    if fault := our_fault(record, EXPERTS):
+        why = f"nibble's is not used: {fault.line()}"
+        return PartKernels(replace(choice, value="vllm", reason=why))
+    if choice.value == "vllm" and not is_proven(record, EXPERTS):
         if inputs.loaded.settings.trials != "off":
             choice = replace(choice, reason=f"{choice.reason}; {UNTRIED}")
         return PartKernels(choice)
-    shapes = choose(uses, record, "vllm", most_rows, EXPERTS)
-    if all(shape.ratio is None and shape.kernel == "vllm" for shape in shapes):
+    default: Kernel = "nibble" if choice.value == "nibble" else "vllm"
+    shapes = choose(uses, record, default, most_rows, EXPERTS)
+    if all(shape.ratio is None and shape.kernel == default for shape in shapes):
         return PartKernels(choice, shapes)
     is_ours = all(shape.kernel == "nibble" for shape in shapes)
     if not is_ours:
@@ -85,7 +90,10 @@ def _chosen(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice:
         return Choice(setting, source, "set by the user")
     if in_config is not None:
         return Choice(in_config, args[FLAG].source, "set by the user")
-    return Choice("vllm", source, _obstacle(inputs, values) or UNSERVED)
+    if obstacle := _obstacle(inputs, values):
+        return Choice("vllm", source, obstacle)
+    is_served = inputs.target.name in TARGETS
+    return Choice("nibble" if is_served else "vllm", source, SERVED if is_served else UNSERVED)
 
 
 def expert_kernel_flags(kernels: PartKernels, args: Mapping[str, Choice]) -> Choices:

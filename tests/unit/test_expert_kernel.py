@@ -13,6 +13,7 @@ from nibble.canary.kernels import expectations
 from nibble.checkpoint import read_checkpoint
 from nibble.cli import tune
 from nibble.errors import ExitCode, NibbleError
+from nibble.plan import expert_kernel
 from nibble.plan.expert_memory import dequantized_bytes, tiles_bytes
 from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.plan import Plan
@@ -172,6 +173,18 @@ def test_a_first_start_keeps_what_it_measured(
         ("vllm:experts:bf16", "experts"),
     ]
     assert kernel(blackwell.plan(experts)) == "nibble"
+
+
+def test_where_they_have_served_faster_they_are_the_default(
+    hopper: Machine, experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_kernel, "TARGETS", ("hopper",))
+    assert kernel(hopper.plan(experts)) == "nibble"
+    assert kernel(hopper.plan(experts, "--moe-kernel", "vllm")) == "vllm"
+    assert kernel(hopper.plan(experts, "--enable-lora")) == "vllm"
+    hopper.measured_experts(experts, "hopper", None, ours="hung")
+    found = hopper.plan(experts)
+    assert kernel(found) == "vllm" and "experts: hung" in why(found)
 
 
 @pytest.mark.parametrize("words", [(), ("--shape",)])
