@@ -4,7 +4,7 @@ vLLM 0.32 looks up a file by the GPU's exact product name (fused_moe.py:1089-110
 VLLM_TUNED_CONFIG_FOLDER (fused_moe.py:1135). Its wheel has files for RTX PRO 6000 Server and
 Workstation, but not for Max-Q and RTX 5090. nibble creates a folder of links under this GPU's name
 and sets the variable to it. For GB10 the wheel has two files; where a model's is missing, nibble
-sets the variable to its own data (targets/moe, made by scripts/gb10_moe_configs.py). Only experts
+sets the variable to its own data (targets/moe, made by targets/moe/gb10_configs.py). Only experts
 that run in Triton read such files: BF16, FP8 and INT8. NVFP4 experts run in CUTLASS, FlashInfer,
 b12x or Marlin, which do not.
 """

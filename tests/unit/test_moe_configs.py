@@ -205,7 +205,7 @@ def test_its_tiles_fit_into_the_shared_memory_of_a_gb10() -> None:
 @pytest.mark.vllm
 def test_the_data_are_what_the_script_makes_of_the_installed_vllm() -> None:
     pytest.importorskip("vllm", reason="needs an importable vLLM")
-    spec = spec_from_file_location("configs", root() / "scripts" / "gb10_moe_configs.py")
+    spec = spec_from_file_location("configs", root() / "targets" / "moe" / "gb10_configs.py")
     assert spec is not None and spec.loader is not None
     made = module_from_spec(spec)
     spec.loader.exec_module(made)

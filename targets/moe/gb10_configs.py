@@ -1,6 +1,6 @@
 """Writes targets/moe/NVIDIA_GB10: Triton MoE configurations for GB10 where vLLM has none.
 
-    python scripts/gb10_moe_configs.py
+    python targets/moe/gb10_configs.py
 
 Reasoned, not measured here. The basis is what vLLM 0.32 has for GB10: tiles that its tuner found
 for 256 experts of 512 in FP8 with block scales, eight experts a token. A batch of another model
