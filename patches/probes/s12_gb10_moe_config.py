@@ -39,7 +39,7 @@ ROW = Row(
         " (targets/moe), reasoned from vLLM's tiles for 256 experts of 512, and passes a user's"
         " folder on. dgx-vllm's +65.7 % is not measured here, and neither are these."
     ),
-    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER"),
+    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, targets/moe/NVIDIA_GB10"),
     references=(
         "vllm 0.32 model_executor/layers/fused_moe/fused_moe.py:1133-1144",
         "Avarok-Cybersecurity/dgx-vllm ead7ae7 E=512,N=512 JSON",
