@@ -66,6 +66,23 @@ struct QuantizedRows {
   const int32_t* offsets;
 };
 
+// What is left of a block of 16 columns: words · scale and the rest of it.
+struct WordPart {
+  int16_t words[kBlockColumns];
+  float scale;
+  const WordPart* more;
+};
+
+// Rows of activations as integers of 16 bits with a scale for each block, a power of two. Words times scale are
+// what they can hold of a block, and parts of `more`, if it is not null, add up to the rest, exactly.
+struct WordRows {
+  const int16_t* words;          // [row][columns]
+  const float* scales;           // [row][blocks]
+  const WordPart* const* more;   // [row][blocks]
+};
+// Decoded weights are 2^9 times their values, scales 2^-8 times theirs.
+constexpr float kWordFactor = 0.5f;
+
 // The loops write sums as [activation row][stride], a tile's 16 rows side by side; x is [count][columns].
 // `few` multiplies one tile with few_rows rows at most; `many` up to kPanelTiles tiles with any number of
 // rows, and needs panel_bytes of memory aligned to 64 bytes.
@@ -87,11 +104,20 @@ struct ByteLoops {
                float* sums, int64_t stride);
 };
 
-// What a processor multiplies with.
+struct WordLoops {
+  int64_t few_rows;
+  int64_t panel_bytes;
+  void (*few)(const Tiles& tile, const WordRows& x, int64_t count, float* sums, int64_t stride);
+  void (*many)(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel, float* sums,
+               int64_t stride);
+};
+
+// What a processor multiplies with. Where there are words, floats are for rows that are not finite.
 struct MatmulLevel {
   int64_t number;  // in __init__.py's LEVELS
   const FloatLoops* floats;
   const ByteLoops* bytes;
+  const WordLoops* words;
 };
 
 // The best level that this processor has, or the one chosen by use_matmul_level.
