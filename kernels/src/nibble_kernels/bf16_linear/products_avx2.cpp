@@ -15,7 +15,9 @@ namespace {
 constexpr int64_t kStep = 16;
 constexpr int kSumsAtOnce = 4;  // rows of x times rows of the weight, two registers each
 
-inline __m256i columns_at(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256i columns_at(const uint16_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
 inline __m256 even(__m256i columns) { return _mm256_castsi256_ps(_mm256_slli_epi32(columns, 16)); }
 inline __m256 odd(__m256i columns) {
   return _mm256_castsi256_ps(_mm256_and_si256(columns, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
@@ -60,7 +62,8 @@ inline void add(Sums<kRows, kWeights>& sums, const __m256i (&w)[kWeights], const
 
 // kRows rows of x, `x_stride` apart, with kWeights rows of the weight.
 template <int kRows, int kWeights>
-void multiply(const float* x, int64_t x_stride, const uint16_t* weight, int64_t columns, float* to, int64_t stride) {
+void multiply(const float* x, int64_t x_stride, const uint16_t* weight, int64_t columns, float* to,
+              int64_t stride) {
   Sums<kRows, kWeights> sums;
   for (int row = 0; row < kRows; ++row)
     for (int n = 0; n < kWeights; ++n) sums.even[row][n] = sums.odd[row][n] = _mm256_setzero_ps();
@@ -69,7 +72,8 @@ void multiply(const float* x, int64_t x_stride, const uint16_t* weight, int64_t 
   for (; at + kStep <= columns; at += kStep) {
     for (int n = 0; n < kWeights; ++n) {
       const uint16_t* from = weight + n * columns + at;
-      _mm_prefetch(reinterpret_cast<const char*>(from + kWeights * columns), _MM_HINT_NTA);  // of the next rows
+      _mm_prefetch(reinterpret_cast<const char*>(from + kWeights * columns),
+                   _MM_HINT_NTA);  // of the next rows
       w[n] = columns_at(from);
     }
     add(sums, w, x + at, x_stride);
@@ -88,8 +92,8 @@ void multiply(const float* x, int64_t x_stride, const uint16_t* weight, int64_t 
 }
 
 template <int kRows>
-void multiply_all(const float* x, int64_t x_stride, int64_t count, const uint16_t* weight, int64_t weight_rows,
-                  int64_t columns, float* sums, int64_t stride) {
+void multiply_all(const float* x, int64_t x_stride, int64_t count, const uint16_t* weight,
+                  int64_t weight_rows, int64_t columns, float* sums, int64_t stride) {
   if constexpr (kRows > 1) {
     if (count < kRows)
       return multiply_all<kRows - 1>(x, x_stride, count, weight, weight_rows, columns, sums, stride);
@@ -98,7 +102,8 @@ void multiply_all(const float* x, int64_t x_stride, int64_t count, const uint16_
   int64_t n = 0;
   for (; n + kAtOnce <= weight_rows; n += kAtOnce)
     multiply<kRows, kAtOnce>(x, x_stride, weight + n * columns, columns, sums + n, stride);
-  for (; n < weight_rows; ++n) multiply<kRows, 1>(x, x_stride, weight + n * columns, columns, sums + n, stride);
+  for (; n < weight_rows; ++n)
+    multiply<kRows, 1>(x, x_stride, weight + n * columns, columns, sums + n, stride);
 }
 
 }  // namespace
@@ -108,11 +113,12 @@ void bf16_products_avx2(const uint16_t* x, int64_t count, const uint16_t* weight
   thread_local std::vector<float> split;
   const int64_t x_stride = (columns + kStep - 1) / kStep * kStep;
   split.resize(kBf16Rows * x_stride);
-  for (int64_t row = 0; row < count; ++row) split_row(x + row * columns, columns, split.data() + row * x_stride);
+  for (int64_t row = 0; row < count; ++row)
+    split_row(x + row * columns, columns, split.data() + row * x_stride);
   for (int64_t row = 0; row < count; row += kSumsAtOnce)
     multiply_all<kSumsAtOnce>(split.data() + row * x_stride, x_stride,
-                              count - row < kSumsAtOnce ? count - row : kSumsAtOnce, weight, weight_rows, columns,
-                              sums + row * stride, stride);
+                              count - row < kSumsAtOnce ? count - row : kSumsAtOnce, weight, weight_rows,
+                              columns, sums + row * stride, stride);
 }
 
 }  // namespace nibble::cpu

@@ -64,7 +64,8 @@ NIBBLE_FUNCTION Divided divide(const float* x, uint32_t largest, int16_t* words,
     const bool lacks = divide_block(x, scale, words, rest);
     return {power_of_two(scale) * kWordFactor, lacks};
   }
-  const int least = std::max(largest ? std::ilogb(std::bit_cast<float>(largest)) + 1 - kWordBits : 0, kLeastScale);
+  const int least =
+      std::max(largest ? std::ilogb(std::bit_cast<float>(largest)) + 1 - kWordBits : 0, kLeastScale);
   const bool lacks = divide_small_block(x, least, words, rest);
   return {static_cast<float>(std::ldexp(static_cast<double>(kWordFactor), least)), lacks};
 }
@@ -135,7 +136,8 @@ void OwnedWordRows::add_parts(int64_t row, const std::vector<float>& rest) {
   first[blocks] = static_cast<int64_t>(parts.size());
   for (int64_t b = 0; b < blocks; ++b) {
     if (first[b] < first[b + 1]) more_[row * blocks + b] = &parts[first[b]];
-    for (int64_t at = first[b]; at < first[b + 1]; ++at) parts[at].more = at + 1 < first[b + 1] ? &parts[at + 1] : nullptr;
+    for (int64_t at = first[b]; at < first[b + 1]; ++at)
+      parts[at].more = at + 1 < first[b + 1] ? &parts[at + 1] : nullptr;
   }
 }
 

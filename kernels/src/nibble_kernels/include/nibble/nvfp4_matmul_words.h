@@ -1,5 +1,6 @@
-// The products of activations as 16-bit integers (WordRows in nvfp4_matmul.h), for the instructions of the file
-// that includes this one. That file defines, in its unnamed namespace, Lanes as for nvfp4_matmul_floats.h and
+// The products of activations as 16-bit integers (WordRows in nvfp4_matmul.h), for the instructions of the
+// file that includes this one. That file defines, in its unnamed namespace, Lanes as for
+// nvfp4_matmul_floats.h and
 //
 //   Pairs                               what one product takes of each of 16 rows: two columns
 //   Quarter, quarter_of<i>(codes)       a block's codes of four columns, decoded
@@ -16,9 +17,11 @@ constexpr int kPairs = kBlockColumns / 2;
 constexpr int kPairBytes = 64, kWordBytes = kPairs * kPairBytes;  // of a block in the panel, then its scales
 constexpr int kWordBlockBytes = kWordBytes + 64;
 
-// Where the pair is in a block of x: the order of decoded codes (columns 0, 4, 1, 5, 2, 6, 3, 7) by even and odd
-// bytes.
-constexpr int column_of(int pair) { return pair / 4 * 8 + (pair % 4 == 0 ? 0 : pair % 4 == 1 ? 4 : pair % 4 == 2 ? 2 : 6); }
+// Where the pair is in a block of x: the order of decoded codes (columns 0, 4, 1, 5, 2, 6, 3, 7) by even and
+// odd bytes.
+constexpr int column_of(int pair) {
+  return pair / 4 * 8 + (pair % 4 == 0 ? 0 : pair % 4 == 1 ? 4 : pair % 4 == 2 ? 2 : 6);
+}
 
 template <class F, int... kPair>
 inline void for_pairs(const uint8_t* codes, const F& f, std::integer_sequence<int, kPair...>) {
@@ -57,10 +60,12 @@ template <class F>
 inline void for_stored_pairs(const char* panel, const F& f) {
   [&]<int... kPair>(std::integer_sequence<int, kPair...>) {
     (f(std::integral_constant<int, kPair>(), load_pairs(panel + kPair * kPairBytes)), ...);
-  }(std::make_integer_sequence<int, kPairs>());
+  }
+  (std::make_integer_sequence<int, kPairs>());
 }
 
-// What is left of a block of x after its first part. Apart from the loops, which keep what they decode in registers.
+// What is left of a block of x after its first part. Apart from the loops, which keep what they decode in
+// registers.
 template <bool kStored, class Byte>
 [[gnu::noinline]] Lanes add_more(const WordPart* part, const Byte* weights, Lanes scale, Lanes total) {
   for (; part; part = part->more) {
@@ -111,8 +116,8 @@ void few_words(const Tiles& tile, const WordRows& x, int64_t count, float* sums,
 }
 
 template <int kRows>
-void multiply_words(const char* panel, int64_t depth, const WordRows& x, int64_t blocks, bool first, float* sums,
-                    int64_t stride) {
+void multiply_words(const char* panel, int64_t depth, const WordRows& x, int64_t blocks, bool first,
+                    float* sums, int64_t stride) {
   Lanes total[kRows];
   for (int r = 0; r < kRows; ++r) total[r] = first ? zero() : load(sums + r * stride);
   for (int64_t b = 0; b < depth; ++b, panel += kWordBlockBytes) {
@@ -127,14 +132,15 @@ void multiply_words(const char* panel, int64_t depth, const WordRows& x, int64_t
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * blocks + b;
       total[r] = fma(floats_of(block[r]) * broadcast(x.scales[at]), scale, total[r]);
-      if (x.more[at]) [[unlikely]] total[r] = add_more<true>(x.more[at], panel, scale, total[r]);
+      if (x.more[at]) [[unlikely]]
+        total[r] = add_more<true>(x.more[at], panel, scale, total[r]);
     }
   }
   for (int r = 0; r < kRows; ++r) store(sums + r * stride, total[r]);
 }
 
-void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel, float* sums,
-                int64_t stride) {
+void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel,
+                float* sums, int64_t stride) {
   char* const to = static_cast<char*>(panel);
   for (int64_t t = 0; t < tile_count; ++t, sums += kLaneRows) {
     const Tiles tile = tiles.from(t);
@@ -145,17 +151,19 @@ void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64
         for_pairs(tile.codes + (begin + b) * kBlockCodeBytes, [&](auto pair, const Pairs& w) {
           store_pairs(of_block + decltype(pair)::value * kPairBytes, w);
         });
-        store(reinterpret_cast<float*>(of_block + kWordBytes), scales_of(tile.scales + (begin + b) * kLaneRows));
+        store(reinterpret_cast<float*>(of_block + kWordBytes),
+              scales_of(tile.scales + (begin + b) * kLaneRows));
       }
       for (int64_t row = 0; row < count; row += kRowsOfWords) {
         const int64_t at = row * tile.blocks + begin;
         const WordRows part{x.words + at * kBlockColumns, x.scales + at, x.more + at};
         with_count<kRowsOfWords>(count - row < kRowsOfWords ? count - row : kRowsOfWords, [&](auto n) {
-          multiply_words<decltype(n)::value>(to, depth, part, tile.blocks, begin == 0, sums + row * stride, stride);
+          multiply_words<decltype(n)::value>(to, depth, part, tile.blocks, begin == 0, sums + row * stride,
+                                             stride);
         });
       }
     }
   }
 }
 
-constexpr WordLoops kWordLoops = {kFewOfWords, kDepthOfWords * kWordBlockBytes, few_words, many_words};
+constexpr WordLoops kWordLoops = {kFewOfWords, kDepthOfWords* kWordBlockBytes, few_words, many_words};
