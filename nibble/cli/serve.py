@@ -189,7 +189,7 @@ def _references(
     plan: Plan, asked: Asked, environ: dict[str, str]
 ) -> Callable[[], Mapping[str, Path]]:
     """Computed references for the canary, made before the engine starts or while it loads."""
-    if is_beside(plan.target, plan.settings.reference):
+    if is_beside(plan.target, plan.settings.reference, plan.checkpoint, plan.hardware):
         return beside_the_load(lambda: references_for(plan, environ, say))
     found = references_for(plan, environ, say, lambda: _early_phase(asked, "computing a reference"))
     return lambda: found
