@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 25] [--skip-model]
         [--level avx2] [--threads 2]
+    python benchmarks/cpu_nvfp4.py --loading CHECKPOINT [--out FILE]
 
 Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path, with its metadata).
 
@@ -12,7 +13,8 @@ product with one row. Model: hidden 4096, intermediate 12288, 4 layers, vocabula
 values in BF16 and NVFP4 (tests/support/models/generated_nvfp4.py, 2.7 GB below FOLDER). Each form
 runs MODEL_RUNS times in separate processes, alternately; the faster run and the larger memory
 count. Peak memory is VmHWM after the load, which includes pages of the mapped file; the largest
-anonymous part is sampled every 5 ms.
+anonymous part is sampled every 5 ms. `--loading` measures only the memory of a process that loads a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -71,10 +73,17 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--skip-model", action="store_true")
+    parser.add_argument("--loading", type=Path, help="a checkpoint: only the memory of its load")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         print("\nRESULT " + json.dumps(serve(args.serve)))
+        return
+    command = " ".join(["python", "benchmarks/cpu_nvfp4.py", *sys.argv[1:]])
+    if args.loading:
+        loaded = serve_in_a_process(args.loading)
+        sizes = {key: size for key, size in loaded.items() if "per_s" not in key}
+        write(args.out, {"command": command, "machine": machine()} | sizes)
         return
     from nibble_kernels.nvfp4_linear import cpu_levels, use_cpu_level
 
@@ -83,6 +92,7 @@ def main() -> None:
     if args.level:
         use_cpu_level(args.level)
     found: dict[str, Any] = {
+        "command": command,
         "machine": machine() | {"levels": cpu_levels(), "threads": torch.get_num_threads()},
         "level": args.level or cpu_levels()[0],
         "rounds": args.rounds,
@@ -93,7 +103,11 @@ def main() -> None:
     ]
     if not args.skip_model:
         found["model"] = compare_models(args.folder)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(args.out, found)
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 
@@ -205,7 +219,7 @@ def serve(folder: Path) -> dict[str, Any]:
         max_model_len=512,
         max_num_seqs=4,
         max_num_batched_tokens=512,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=80 << 20,
         enable_prefix_caching=False,
     )
     peak, peak_anonymous = memory_bytes("VmHWM"), anonymous.stop()
