@@ -127,7 +127,6 @@ struct Pairs {
 typedef Pairs Quarter;
 typedef Pairs Sums;
 constexpr int kFewOfWords = 4, kRowsOfWords = 4;
-constexpr int64_t kDepthOfWords = 32;
 
 template <int kQuarter>
 inline Quarter quarter_of(const uint8_t* codes) {
@@ -169,6 +168,13 @@ inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
           in_order(_mm256_add_epi32(sums.high, _mm256_madd_epi16(w.high, both)))};
 }
 inline Lanes floats_of(Sums sums) { return {_mm256_cvtepi32_ps(sums.low), _mm256_cvtepi32_ps(sums.high)}; }
+
+inline Lanes upper_of(Pairs w, int shift) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_sll_epi32(w.low, count), upper)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_sll_epi32(w.high, count), upper))};
+}
 
 #include "nibble/nvfp4_matmul_words.h"
 

@@ -50,7 +50,6 @@ typedef __m512i Pairs;
 typedef __m512i Quarter;
 typedef __m512i Sums;
 constexpr int kFewOfWords = 8, kRowsOfWords = 8;
-constexpr int64_t kDepthOfWords = 32;
 
 template <int kQuarter>
 inline Quarter quarter_of(const uint8_t* codes) {
@@ -78,6 +77,11 @@ inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
   return _mm512_dpwssd_epi32(sums, w, _mm512_set1_epi32(pair));
 }
 inline Lanes floats_of(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+
+inline Lanes upper_of(Pairs w, int shift) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_sll_epi32(w, _mm_cvtsi32_si128(shift)), upper));
+}
 
 #include "nibble/nvfp4_matmul_words.h"
 

@@ -1,4 +1,4 @@
-// word_rows.h: a block of x as integers times powers of two, as many as it takes to hold it exactly.
+// word_rows.h: a block of x as integers times a power of two, and what they lack.
 #include "nibble/word_rows.h"
 
 #include <algorithm>
@@ -94,8 +94,9 @@ void OwnedWordRows::allocate(int64_t rows, int64_t columns) {
   columns_ = columns;
   words_.resize(rows * columns);
   scales_.resize(rows * columns / kBlockColumns);
-  more_.assign(scales_.size(), nullptr);
-  parts_.resize(rows);
+  rest_of_rows_.resize(rows);
+  first_rests_.assign(rows * (columns / kBlockColumns + 1), 0);
+  rests_.resize(rows);
 }
 
 bool OwnedWordRows::set(int64_t row, const float* x) {
@@ -108,7 +109,7 @@ bool OwnedWordRows::set(int64_t row, const float* x) {
     case Row::kWhole:
       return true;
     case Row::kLacking:
-      add_parts(row, rest);
+      set_rests(row, rest);
       return true;
     default:
       std::fill(words, words + columns_, int16_t{0});
@@ -117,28 +118,16 @@ bool OwnedWordRows::set(int64_t row, const float* x) {
   }
 }
 
-// Parts of a block follow one another, and their addresses are taken once no more are added.
-void OwnedWordRows::add_parts(int64_t row, const std::vector<float>& rest) {
-  std::vector<WordPart>& parts = parts_[row];
+void OwnedWordRows::set_rests(int64_t row, const std::vector<float>& rest) {
+  std::vector<Rest>& rests = rests_[row];
   const int64_t blocks = columns_ / kBlockColumns;
-  std::vector<int64_t> first(blocks + 1);
+  int32_t* first = first_rests_.data() + row * (blocks + 1);
   for (int64_t b = 0; b < blocks; ++b) {
-    first[b] = static_cast<int64_t>(parts.size());
-    float left[kBlockColumns];
-    std::copy_n(rest.data() + b * kBlockColumns, kBlockColumns, left);
-    for (uint32_t largest = largest_magnitude(left); largest;) {
-      WordPart& part = parts.emplace_back();
-      const Divided divided = divide(left, largest, part.words, left);
-      part.scale = divided.scale;
-      largest = divided.lacks ? largest_magnitude(left) : 0;
-    }
+    for (int64_t column = b * kBlockColumns; column < (b + 1) * kBlockColumns; ++column)
+      if (rest[column] != 0.0f) rests.push_back({static_cast<int32_t>(column), rest[column] * kRestFactor});
+    first[b + 1] = static_cast<int32_t>(rests.size());
   }
-  first[blocks] = static_cast<int64_t>(parts.size());
-  for (int64_t b = 0; b < blocks; ++b) {
-    if (first[b] < first[b + 1]) more_[row * blocks + b] = &parts[first[b]];
-    for (int64_t at = first[b]; at < first[b + 1]; ++at)
-      parts[at].more = at + 1 < first[b + 1] ? &parts[at + 1] : nullptr;
-  }
+  rest_of_rows_[row] = rests.data();
 }
 
 }  // namespace nibble::cpu

@@ -66,22 +66,23 @@ struct QuantizedRows {
   const int32_t* offsets;
 };
 
-// What is left of a block of 16 columns: words · scale and the rest of it.
-struct WordPart {
-  int16_t words[kBlockColumns];
-  float scale;
-  const WordPart* more;
+// A value that a word does not hold: what it lacks, times kRestFactor.
+struct Rest {
+  int32_t column;
+  float value;
 };
 
-// Rows of activations as integers of 16 bits with a scale for each block, a power of two. Words times scale are
-// what they can hold of a block, and parts of `more`, if it is not null, add up to the rest, exactly.
+// Rows of activations as integers of 16 bits with a scale for each block, a power of two. Words times scales and
+// the rests, in the order of columns, add up to x, exactly.
 struct WordRows {
-  const int16_t* words;          // [row][columns]
-  const float* scales;           // [row][blocks]
-  const WordPart* const* more;   // [row][blocks]
+  const int16_t* words;         // [row][columns]
+  const float* scales;          // [row][blocks]
+  const Rest* const* rests;     // [row]
+  const int32_t* first_rests;   // [row][blocks + 1]: of each block
 };
-// Decoded weights are 2^9 times their values, scales 2^-8 times theirs.
-constexpr float kWordFactor = 0.5f;
+// Words of weights are 2^9 times their values and columns of them 2^25 times, scales 2^-8 times theirs.
+constexpr float kWordFactor = 0x1p-1f;
+constexpr float kRestFactor = 0x1p-17f;
 
 // The loops write sums as [activation row][stride], a tile's 16 rows side by side; x is [count][columns].
 // `few` multiplies one tile with few_rows rows at most; `many` up to kPanelTiles tiles with any number of

@@ -106,7 +106,7 @@ class Activations {
       bytes_.resize(rows_ * columns_);
       scales_.resize(rows_ * columns_ / kBlockColumns);
       offsets_.resize(scales_.size());
-    } else if (level_.words) {
+    } else if (has_words()) {
       words_.allocate(rows_, columns_);
       not_finite_.resize(rows_);
     } else if (is_bfloat16()) {
@@ -124,7 +124,7 @@ class Activations {
     if (quantized_) {
       quantize_row(x, columns_, global_scale_inv, bytes_.data() + at, scales_.data() + block,
                    offsets_.data() + block);
-    } else if (level_.words) {
+    } else if (has_words()) {
       if (!words_.set(row, x))
         for (int64_t i = 0; i < columns_; ++i) not_finite_[row].push_back(x[i] * level_.floats->factor);
     } else if (is_bfloat16()) {
@@ -175,7 +175,8 @@ class Activations {
     return static_cast<const char*>(values_) + row * columns_ * bytes;
   }
 
-  bool has_words() const { return !quantized_ && level_.words; }
+  // float32 would leave a rest of almost every value.
+  bool has_words() const { return !quantized_ && level_.words && !std::is_same_v<T, float>; }
 
   void multiply_few(const Tiles& tile, float* sums, int64_t stride) const {
     const int64_t at_once = quantized_     ? level_.bytes->few_rows

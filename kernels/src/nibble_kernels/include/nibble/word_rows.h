@@ -15,18 +15,20 @@ class OwnedWordRows {
   bool set(int64_t row, const float* x);
 
   WordRows from(int64_t row) const {
-    const int64_t block = row * columns_ / kBlockColumns;
-    return {words_.data() + row * columns_, scales_.data() + block, more_.data() + block};
+    const int64_t blocks = columns_ / kBlockColumns;
+    return {words_.data() + row * columns_, scales_.data() + row * blocks, rest_of_rows_.data() + row,
+            first_rests_.data() + row * (blocks + 1)};
   }
 
  private:
-  void add_parts(int64_t row, const std::vector<float>& rest);
+  void set_rests(int64_t row, const std::vector<float>& rest);
 
   int64_t columns_ = 0;
   std::vector<int16_t> words_;
   std::vector<float> scales_;
-  std::vector<const WordPart*> more_;
-  std::vector<std::vector<WordPart>> parts_;  // of each row
+  std::vector<const Rest*> rest_of_rows_;
+  std::vector<int32_t> first_rests_;
+  std::vector<std::vector<Rest>> rests_;  // of each row
 };
 
 }  // namespace nibble::cpu
