@@ -163,6 +163,7 @@ class Supervisor:
         base = socket_environ(plan, self._folder) | plan.vllm_environ(environ)
         base |= self._proof.environ() | self._hangs.environ()
         base["NIBBLE_GATE_CONTROL"] = str(settings.control_port)
+        base["NIBBLE_GATE_PROFILER"] = str(int("--profiler-config" in plan.args))
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         # Last: what fails above leaves no process behind.
         self._engine = Engine(plan.argv(), child, events, self._folder)

@@ -267,6 +267,8 @@ UNLISTED = [
     "/update_weights",
     "/reset_prefix_cache",
     "/profile",
+    "/start_profile",
+    "/stop_profile",
     "/start_profile/x",
     "/start_profilex",
     "/abort_requests",
@@ -294,6 +296,17 @@ def test_unlisted_route_is_404_with_and_without_a_configured_key(
     assert door.http(method, path, BEARER).status == 404
     assert open_door.http(method, path).status == 404
     assert door.app.scopes == open_door.app.scopes == []
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+def test_the_profilers_routes_exist_with_its_flag_and_need_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Door, path: str
+) -> None:
+    monkeypatch.setenv("NIBBLE_GATE_PROFILER", "1")
+    with_flag = Door(tmp_path / "gate")
+    assert with_flag.http("POST", path).status == 401
+    assert with_flag.http("POST", path, BEARER).status == 200
+    assert door.http("POST", path, BEARER).status == 404
 
 
 @pytest.mark.parametrize(

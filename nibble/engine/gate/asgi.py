@@ -8,6 +8,7 @@ NIBBLE_API_KEY        the key; unset or empty: requests need no key
 NIBBLE_GATE_STATE     path of the supervisor's state file (state.py); unset: the server stays
                       "starting"
 NIBBLE_GATE_CONTROL   the control port, for the status page's data and nibble's metrics
+NIBBLE_GATE_PROFILER  1 where the plan has --profiler-config; else its routes do not exist
 NIBBLE_GATE_INTERNAL  a random value per start, which the supervisor's requests send in the header
                       `x-nibble-internal`
 
@@ -29,6 +30,7 @@ from nibble.engine.gate.routes import (
     DATA_PATHS,
     OPEN_METHODS,
     OPEN_PATHS,
+    PROFILER_PATHS,
     READY_PATH,
     WEBSOCKET,
     allowed_methods,
@@ -170,6 +172,7 @@ class Gate:
         self._key = environ.get("NIBBLE_API_KEY", "").encode()
         self._control = environ.get("NIBBLE_GATE_CONTROL", "")
         self._internal = environ.get("NIBBLE_GATE_INTERNAL", "").encode()
+        self._hidden = () if environ.get("NIBBLE_GATE_PROFILER") == "1" else PROFILER_PATHS
         self._state = GateState.open(environ.get("NIBBLE_GATE_STATE", ""))
         self._guard = RequestGuard(environ)
 
@@ -182,7 +185,8 @@ class Gate:
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
         path = router_path(scope)
-        answer = self._judge(verb, path, is_canonical(scope), caller)
+        known = is_canonical(scope) and path not in self._hidden
+        answer = self._judge(verb, path, known, caller)
         if answer is None and path in DATA_PATHS:
             answer = await self._page_data(path)
         if answer is None:
