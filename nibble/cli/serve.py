@@ -34,6 +34,7 @@ from nibble.plan.gather import (
     with_default_model,
     with_embedded_model,
 )
+from nibble.plan.memory import UNWATCHED
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
@@ -50,6 +51,7 @@ from nibble.serve.preflight.machine import run_checks
 from nibble.serve.preflight.model import check_model_files
 from nibble.serve.start_times import StartTimes
 from nibble.serve.supervisor import serve as launch
+from nibble.serve.watchdog import is_watched_above
 from nibble.settings.models import Several, read_several, without_model
 from nibble.settings.options import default_of
 
@@ -300,6 +302,8 @@ class _Run:
         self, environ: Mapping[str, str], ready: Callable[[], None], watch: Watch | None = None
     ) -> int:
         limits, success = self.plan.memory_limits, self.breaker.clear
+        if is_watched_above(environ):
+            limits = UNWATCHED
         return launch(
             *(self.plan, environ, self.key, limits, success, ready, self.times, watch),
             references=self.references,

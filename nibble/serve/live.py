@@ -119,15 +119,7 @@ def _gauges(status: Mapping[str, Any], failed_starts: int) -> Iterator[Gauge]:
     yield "nibble_phase", "The phase of the start: 1 for the current one.", phases
     ready = int(status["state"] == "ready")
     yield "nibble_ready", "Whether new requests are admitted.", [("", ready)]
-    paused = int(status["state"] == "paused")
-    yield "nibble_watchdog_paused", "Whether short memory stops admission.", [("", paused)]
-    memory = status.get("memory", {})
-    if "available_bytes" in memory:
-        available = memory["available_bytes"]
-        yield "nibble_memory_available_bytes", "Memory that is available.", [("", available)]
-        bounds = ("reserve_bytes", "pause_below_bytes", "stop_below_bytes", "resume_from_bytes")
-        limits = [(f'{{limit="{one.removesuffix("_bytes")}"}}', memory[one]) for one in bounds]
-        yield "nibble_memory_limit_bytes", "Limits of the memory watchdog.", limits
+    yield from memory_gauges(status)
     for part, text in (("canary", "answers"), ("assertion", "kernels")):
         verdict = status.get(part, {}).get("verdict", "")
         value = {"passed": 1, "failed": 0}.get(verdict, -1)
@@ -137,6 +129,21 @@ def _gauges(status: Mapping[str, Any], failed_starts: int) -> Iterator[Gauge]:
     yield "nibble_failed_starts", about, [("", failed_starts)]
     uptime = "Seconds since this start began."
     yield "nibble_start_age_seconds", uptime, [("", status.get("seconds_since_start", 0.0))]
+
+
+def memory_gauges(status: Mapping[str, Any]) -> Iterator[Gauge]:
+    """The watchdog's; none where it is off, or belongs to the server of several models."""
+    memory = status.get("memory", {})
+    if not memory.get("reserve_bytes"):
+        return
+    paused = int(status["state"] == "paused")
+    yield "nibble_watchdog_paused", "Whether short memory stops admission.", [("", paused)]
+    if "available_bytes" in memory:
+        available = memory["available_bytes"]
+        yield "nibble_memory_available_bytes", "Memory that is available.", [("", available)]
+        bounds = ("reserve_bytes", "pause_below_bytes", "stop_below_bytes", "resume_from_bytes")
+        limits = [(f'{{limit="{one.removesuffix("_bytes")}"}}', memory[one]) for one in bounds]
+        yield "nibble_memory_limit_bytes", "Limits of the memory watchdog.", limits
 
 
 def _kernel_gauges(status: Mapping[str, Any]) -> Iterator[Gauge]:

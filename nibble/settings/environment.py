@@ -41,6 +41,9 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
         "supervisor to vLLM's workers: the folder of their reports of the kernels that ran"
     ),
     contract.PULSE_FOLDER: "supervisor to vLLM's processes: the folder where they report progress",
+    "NIBBLE_WATCHED_ABOVE": (
+        "server of several models to their engines: it watches the memory in their place"
+    ),
     "NIBBLE_RUN": "supervisor to vLLM's processes: marks those of one run",
     "NIBBLE_DETACHED": (
         "`nibble serve --detach` to the server it starts: keep a record and rotate the log"

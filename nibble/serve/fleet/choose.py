@@ -1,4 +1,4 @@
-"""Decides which model to load next and which to unload for it. Pure."""
+"""Decides which models to unload, and which to end when memory runs out. Pure."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def to_unload(
             chosen.remove(one)
             free_bytes -= one.total_bytes
     return tuple(one.model for one in chosen)
+
+
+def to_end(loaded: Sequence[Loaded]) -> str | None:
+    """The model whose engine ends when the machine's memory runs out: one that loads, because it
+    still takes more; else an idle one before a busy one, and of these the least used. Models that
+    stay go last.
+    """
+    order = sorted(
+        loaded, key=lambda one: (one.is_ready, one.stays, one.running > 0, one.last_used_s)
+    )
+    return order[0].model if order else None

@@ -29,6 +29,7 @@ FINAL = (
     *(ExitCode.CLUSTER, ExitCode.CRASH_LOOP),
 )
 MOST_FAILURES = 6  # in a row, as the crash-loop breaker of each model counts
+MEMORY_PAUSE_S = 60.0  # after the watchdog ended an engine
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 
 
@@ -45,6 +46,7 @@ class Member:
     failures: int = 0
     last_code: int = 0
     not_before_s: float = 0.0
+    ended_for_memory: str = ""
     waits_since_s: float = 0.0
 
     def loaded(self) -> Loaded:
@@ -68,7 +70,8 @@ class Fleet:
     """The main loop. `run` once, in the main thread; then `close`.
 
     `start` starts an engine. `on_ready` is called once, when every model that stays is loaded;
-    `on_drain` when a stop begins; `turn` each time the loop turns.
+    `on_drain` when a stop begins; `turn` each time the loop turns. No model loads while
+    `is_short()`.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Fleet:
         on_ready: Callable[[], None] = lambda: None,
         on_drain: Callable[[], None] = lambda: None,
         turn: Callable[[], None] = lambda: None,
+        is_short: Callable[[], bool] = lambda: False,
     ) -> None:
         self.members, self.table = tuple(members), table
         self.allowed_bytes = allowed_bytes
@@ -90,6 +94,7 @@ class Fleet:
         self._drain_s = drain_seconds
         self._start = start
         self._on_ready, self._on_drain, self._turn = on_ready, on_drain, turn
+        self._is_short = is_short
         self._was_ready = False
         self.is_draining = False
 
@@ -174,11 +179,16 @@ class Fleet:
         member.failures += 1
         member.last_code = code
         reason = process.error or f"its server ended with code {code}"
+        if for_memory := member.ended_for_memory:
+            member.ended_for_memory = ""
+            member.last_code, reason = ExitCode.NO_FIT, for_memory
         if code in FINAL or member.failures >= MOST_FAILURES:
             self._say(f"{entry.model} is not available any more: {reason}")
             self._unavailable(member, "failed", reason)
             return
         wait_s = pause_s(member.failures)
+        if for_memory:
+            wait_s = max(wait_s, MEMORY_PAUSE_S)
         member.not_before_s = time.monotonic() + wait_s
         again = "is loaded again" if member.share.stays or entry.waiters else "loads on demand"
         self._say(f"{entry.model} ended: {reason}; it {again} after {wait_s:.0f} s")
@@ -205,6 +215,8 @@ class Fleet:
         wish = self._wish()
         others = [one for one in self.members if one.process is not None]
         leaving: tuple[str, ...] = ()
+        if self._is_short():
+            wish = None
         if wish is not None and not any(one.is_unloading or _loads(one) for one in others):
             loaded = [one.loaded() for one in others]
             leaving = to_unload(loaded, wish.share.total_bytes, self.allowed_bytes) or ()
