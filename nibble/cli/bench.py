@@ -81,7 +81,8 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
         _sides(peer, endpoint, served, plan, logs, environ) as sides,
         Driver(logs / "bench.log", environ) as driver,
     ):
-        run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
+        flags = [*tokenizer, *(peer.client_flags if peer else ())]
+        run = Bench(driver, flags, wishes.requests, energy_of(endpoint), environ, VERB)
         about["sides"] = [_side_json(side, peer, plan) for side in sides]
         order = steps(cells, sides, wishes.rounds)
         failure = _measure(run, order, taken, _keeper(wishes, about))
