@@ -7,10 +7,12 @@ exits with 1 where the page is stale. `--adopt` takes lines that were changed in
 over into benchmarks/page.md; put expressions in place of their figures afterwards.
 
     {{ start_time_hopper: summary/first/vllm_s: .0f }}          a value, and Python's format
-    {{ start_time_hopper: summary/first/vllm_s ÷ summary/first/nibble_s: .1f }}
+    {{ start_time_hopper: summary/first/vllm_s / summary/first/nibble_s: .1f }}
     {{ host_floor_h200: rows/[model=dense2,streams=8]/stock_ms: .2f }}
-    {{ start_overhead: median overhead/vllm_s: .1f }}            also mean, min, max, sum, count
-    {{ host_floor_h200: rows/[model=dense2]/0/steady_share × 100: .1f }}
+    {{ cpu_llama: rows/0/ratio: .3s }}                           three digits in all
+    {{ start_overhead: median overhead/vllm_s: .1f }}            also mean, geomean, min, max, sum,
+                                                                 count, failed
+    {{ host_floor_h200: rows/[model=dense2]/0/steady_share * 100: .1f }}
     {{ each host_floor_h200: rows/[model=dense2] }} … {{ end }}  the lines between, once for each;
                                                                  a path of an item begins with "."
     {{ figures }}                                                the overview of plot_figures.py
@@ -29,12 +31,13 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import plot_figures  # noqa: E402
+import plot_figures
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -48,11 +51,13 @@ _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "max": max,
     "sum": sum,
     "count": len,
+    "failed": lambda values: sum(str(one).startswith("failed") for one in values),
 }
 _OPERATORS: Mapping[str, Callable[[float, float], float]] = {
-    "÷": lambda one, other: one / other,
-    "×": lambda one, other: one * other,
-    "−": lambda one, other: one - other,
+    "/": lambda one, other: one / other,
+    "*": lambda one, other: one * other,
+    "-": lambda one, other: one - other,
+    "+": lambda one, other: one + other,
 }
 
 
@@ -70,18 +75,21 @@ def load(name: str) -> Any:
 
 
 def find(data: Any, path: str) -> Any:
-    """The value at `path`; keys are separated by "/"."""
+    """The value at `path`; "/" separates keys, "~" is a "/" of a key."""
     found = data
-    for step in filter(None, path.split("/")):
-        found = _step(found, step, path)
+    for step in filter(None, path.removeprefix(".").split("/")):
+        found = _step(found, step.replace("~", "/"), path)
     return found
 
 
 def _step(found: Any, step: str, path: str) -> Any:
-    if isinstance(found, _Each):
-        return _Each(_step(one, step, path) for one in found)
     if step == "*":
-        return _Each(found.values() if isinstance(found, dict) else found)
+        inside = found if isinstance(found, _Each) else [found]
+        parts = (one.values() if isinstance(one, dict) else one for one in inside)
+        return _Each(one for part in parts for one in part if one is not None)
+    if isinstance(found, _Each):  # of items that differ, those that have it
+        has = (one for one in found if not isinstance(one, dict) or step in one)
+        return _Each(_step(one, step, path) for one in has if isinstance(one, (dict, list)))
     try:
         if step.startswith("["):
             return _filtered(found, step[1:-1])
@@ -112,7 +120,7 @@ def value_of(text: str, data: Any) -> Any:
     if name in _FUNCTIONS and path:
         return _FUNCTIONS[name](find(data, path))
     try:
-        return float(text)
+        return int(text) if text.isdigit() else float(text)
     except ValueError:
         return find(data, text)
 
@@ -122,7 +130,7 @@ def shown(expression: str, item: Any = None) -> str:
     if expression == "figures":
         return plot_figures.block(list(plot_figures.figures()))
     if expression.startswith("."):
-        text, _, spec = expression[1:].partition(": ")
+        text, _, spec = expression.partition(": ")
         data = item
     else:
         name, _, rest = expression.partition(": ")
@@ -131,11 +139,11 @@ def shown(expression: str, item: Any = None) -> str:
     value = value_of(text, data)
     if isinstance(value, (dict, list)):
         raise Wrong(f"{expression} is not one value")
-    if spec.startswith("/"):  # rounded to that step
-        value, spec = round(value / float(spec[1:])) * float(spec[1:]), "g"
-    if isinstance(value, float) and spec.endswith("f"):  # halves up, as people round
-        digits = int(spec[1:-1])
-        value = math.floor(value * 10**digits + 0.5 + 1e-9) / 10**digits
+    if spec == ".3s":  # three digits, as many after the point as they leave
+        spec = f".{max(0, 2 - int(math.log10(abs(value))))}f"
+    if isinstance(value, (int, float)) and spec.endswith("f"):  # halves up, as people round
+        step = Decimal(1).scaleb(-int(spec[1:-1]))
+        value = Decimal(str(value)).quantize(step, ROUND_HALF_UP)
     return format(value, spec)
 
 
@@ -203,8 +211,8 @@ def main() -> None:
     if options.check:
         different = next((line for line in difflib.ndiff(current, page) if line[0] in "+-"), None)
         if different is not None:
-            sys.exit(f"docs/benchmarks.md is stale at {different[:200]!r}; run `python"
-                     " benchmarks/make_page.py`, or with --adopt for lines typed there")  # fmt: skip
+            how = "run `python benchmarks/make_page.py`, or with --adopt for lines typed there"
+            sys.exit(f"docs/benchmarks.md is stale at {different[:200]!r}; {how}")
         return
     PAGE.write_text("\n".join(page) + "\n")
 
