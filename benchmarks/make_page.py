@@ -1,10 +1,10 @@
-"""Writes docs/benchmarks.md from benchmarks/page.md.in and the results, so that no figure is typed.
+"""Writes docs/benchmarks.md from benchmarks/page.template and the results, so that no figure is typed.
 
     python benchmarks/make_page.py [--check | --adopt]
 
-benchmarks/page.md.in is the page with expressions in place of figures. `--check` writes nothing and
+benchmarks/page.template is the page with expressions in place of figures. `--check` writes nothing and
 exits with 1 where the page is stale. `--adopt` takes lines that were changed in the page itself
-over into benchmarks/page.md.in; put expressions in place of their figures afterwards.
+over into benchmarks/page.template; put expressions in place of their figures afterwards.
 
     {{ start_time_hopper: summary/first/vllm_s: .0f }}          a value, and Python's format
     {{ start_time_hopper: summary/first/vllm_s / summary/first/nibble_s: .1f }}
@@ -41,7 +41,7 @@ import plot_figures
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
-TEMPLATE, PAGE = REPOSITORY / "benchmarks" / "page.md.in", REPOSITORY / "docs" / "benchmarks.md"
+TEMPLATE, PAGE = REPOSITORY / "benchmarks" / "page.template", REPOSITORY / "docs" / "benchmarks.md"
 _EXPRESSION = re.compile(r"\{\{ (.+?) \}\}")
 _FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "median": statistics.median,
@@ -179,7 +179,7 @@ def _at(number: int, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Wrong as error:
-        sys.exit(f"benchmarks/page.md.in:{number + 1}: {error}")
+        sys.exit(f"benchmarks/page.template:{number + 1}: {error}")
 
 
 def adopt(template: Sequence[str], page: Sequence[str]) -> list[str]:
