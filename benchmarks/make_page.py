@@ -1,10 +1,10 @@
-"""Writes docs/benchmarks.md from benchmarks/page.template and the results, so that no figure is typed.
+"""Writes docs/benchmarks.md from page.template and the results, so that no figure is typed.
 
     python benchmarks/make_page.py [--check | --adopt]
 
-benchmarks/page.template is the page with expressions in place of figures. `--check` writes nothing and
-exits with 1 where the page is stale. `--adopt` takes lines that were changed in the page itself
-over into benchmarks/page.template; put expressions in place of their figures afterwards.
+page.template, beside this file, is the page with expressions in place of figures. `--check` writes
+nothing and exits with 1 where the page is stale. `--adopt` takes lines that were changed in the
+page itself over into the template; put expressions in place of their figures afterwards.
 
     {{ start_time_hopper: summary/first/vllm_s: .0f }}          a value, and Python's format
     {{ start_time_hopper: summary/first/vllm_s / summary/first/nibble_s: .1f }}
