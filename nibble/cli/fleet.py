@@ -14,11 +14,13 @@ from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.host import bind_problem
+from nibble.machine.memory import MemorySource
 from nibble.plan.gather import Asked, plan_for, read_wishes
 from nibble.plan.memory import KV, ONE_SEQUENCE_MARGIN
 from nibble.plan.plan import Plan
 from nibble.serve.api_key import resolve_api_key
 from nibble.serve.fleet.budgets import MIB, Need, Share, divide
+from nibble.serve.fleet.unloading import Sleeper, choose_ways, obstacle
 from nibble.serve.port_lock import hold_port
 from nibble.serve.preflight.machine import check_memory, check_port
 from nibble.serve.run_folder import make_run_folder
@@ -82,7 +84,35 @@ def shares(planned: Sequence[Planned], asked: Asked) -> tuple[tuple[Share, ...],
     allowed = [p.plan.budget.allowed_bytes for p in planned if p.plan.budget.allowed_bytes]
     allowed_bytes = min(allowed, default=0)
     needs = [need_of(one, allowed_bytes) for one in planned]
-    return divide(needs, allowed_bytes, asked.settings.loading), allowed_bytes
+    divided = divide(needs, allowed_bytes, asked.settings.loading)
+    sleepers = {one.names[-1]: sleeper_of(one.plan) for one in planned}
+    if asked.settings.unload == "sleep":
+        _refuse_sleep(sleepers)
+    reserve_bytes = max(one.plan.memory_limits.reserve_bytes for one in planned)
+    room_bytes = available_host_bytes() - reserve_bytes
+    ways = choose_ways(divided, sleepers, asked.settings.unload, allowed_bytes, room_bytes)
+    return ways, allowed_bytes
+
+
+def sleeper_of(plan: Plan) -> Sleeper:
+    """What decides whether the plan's model may sleep."""
+    budget = plan.budget
+    return Sleeper(
+        plan.target.name,
+        plan.target.memory.kind,
+        plan.topology.ranks_here,
+        budget.overhead_bytes,
+        budget.weights_bytes or 0,
+    )
+
+
+def available_host_bytes() -> int:
+    """Memory of this machine that is available now."""
+    source = MemorySource()
+    try:
+        return source.read().available_bytes
+    finally:
+        source.close()
 
 
 def need_of(planned: Planned, allowed_bytes: int) -> Need:
@@ -162,7 +192,8 @@ def fleet_json(planned: Sequence[Planned], parts: Sequence[Share]) -> list[dict[
 
 
 def _of_share(share: Share) -> dict[str, Any]:
-    return {"kv_bytes": share.kv_bytes, "total_bytes": share.total_bytes, "stays": share.stays}
+    names = ("kv_bytes", "total_bytes", "stays", "sleeps", "asleep_bytes", "unloading")
+    return {name: getattr(share, name) for name in names}
 
 
 # --- refusals ---
@@ -190,6 +221,19 @@ def _refuse_common(asked: Asked) -> None:
             what="vLLM's TLS flags with several models",
             expected="one model, or TLS in a proxy",
             action="put a proxy with TLS before nibble",
+        )
+
+
+def _refuse_sleep(sleepers: Mapping[str, Sleeper]) -> None:
+    """NIBBLE_UNLOAD=sleep where no model can sleep."""
+    reasons = {model: obstacle(one) for model, one in sleepers.items()}
+    if all(reasons.values()):
+        model, why = next(iter(reasons.items()))
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=f"NIBBLE_UNLOAD is sleep, and {model} cannot sleep: {why}",
+            expected="stop or auto on this machine",
+            action="unset NIBBLE_UNLOAD",
         )
 
 

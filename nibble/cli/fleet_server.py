@@ -191,8 +191,9 @@ def _listener(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _with_kv(planned: Planned, share: Share) -> list[str]:
-    """The words of the engine, with the size of its KV cache."""
+    """The words of the engine, with the size of its KV cache and vLLM's sleep mode."""
     words = list(planned.words)
     for_vllm = words.index("--") if "--" in words else len(words)
     size = ["--kv-cache-bytes", str(share.kv_bytes // ranks_of(planned.plan))]
-    return [*words[:for_vllm], *size, *words[for_vllm:]]
+    sleep = ["--enable-sleep-mode"] if share.sleeps else []
+    return [*words[:for_vllm], *size, *sleep, *words[for_vllm:]]

@@ -34,7 +34,7 @@ def plan_several(several: Several, environ: Mapping[str, str], explained: str | 
         models = fleet_json(planned, parts)
         print_json({"allowed_bytes": allowed_bytes, "models": models})
         return
-    table = plain_table("model", "names", "weights", "KV cache", "in all", "stays loaded")
+    table = plain_table("model", "names", "weights", "KV cache", "in all", "unloads by")
     for one, share in zip(planned, parts, strict=True):
         budget = one.plan.budget
         table.add_row(
@@ -43,10 +43,12 @@ def plan_several(several: Several, environ: Mapping[str, str], explained: str | 
             show_gib(budget.weights_bytes),
             show_gib(share.kv_bytes),
             show_gib(share.total_bytes),
-            "yes" if share.stays else "no",
+            share.unloading.partition(":")[0],
         )
     wide_console().print(table)
     total = sum(share.total_bytes for share in parts)
     fits = "all fit together" if total <= allowed_bytes else "they are loaded by turns"
     print(f"{show_gib(total)} in all, {show_gib(allowed_bytes)} may be used: {fits}")
+    for line in dict.fromkeys(share.unloading for share in parts if ": " in share.unloading):
+        print(line)
     print("`nibble plan MODEL` shows the settings of one")

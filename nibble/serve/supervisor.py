@@ -46,7 +46,7 @@ from nibble.serve.ready_message import reached, ready_lines
 from nibble.serve.run_folder import make_run_folder, socket_environ
 from nibble.serve.sd_notify import Heartbeat, Notifier
 from nibble.serve.start_times import StartTimes, Timeline
-from nibble.serve.watchdog import Action, Governor
+from nibble.serve.watchdog import Action, Governor, is_watched_above
 
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
@@ -129,9 +129,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._over = threading.Event()
         tls = "--ssl-certfile" in plan.args
-        self._api = Api(
-            reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls
-        )
+        self._api = Api(reachable_host(settings.host), settings.port, internal_token(environ), tls)
         gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
         live = Live(self.status, self._why, self._api, gpus, settings.stall_seconds, failed_starts)
         answers = Answers(
@@ -456,3 +454,9 @@ class Supervisor:
         )
         if update.phase != "ready":  # ready_lines says that
             self._display.show(update)
+
+
+def internal_token(environ: Mapping[str, str]) -> str:
+    """The token of the supervisor's requests. The server of several models knows it too."""
+    given = environ.get("NIBBLE_GATE_INTERNAL", "")
+    return given if is_watched_above(environ) and given else secrets.token_urlsafe(32)

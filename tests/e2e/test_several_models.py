@@ -5,6 +5,7 @@ The unit test test_fleet_routing.py has the rest with stand-ins for the engines.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from nibble.engine.gate.sleep import SLEEP_PATH, WAKE_PATH
 from nibble.machine.process_table import processes
 from tests.support.bad_input.several import room_for_one
 from tests.support.servers.browser import browser, find_chromium
@@ -156,3 +158,36 @@ def test_when_memory_runs_out_one_engine_ends_and_the_other_serves_on(
     assert status == 503 and "nibble ended it because memory ran out" in text
     assert server.models()["nibble-demo"]["failures"] == 0
     assert server.process.poll() is None
+
+
+def test_a_real_engine_sleeps_and_wakes_through_the_gate_alone(tmp_path: Path) -> None:
+    """vLLM's CPU worker keeps its memory, but its engine pauses and goes on as on a GPU."""
+    token = {"NIBBLE_WATCHED_ABOVE": "1", "NIBBLE_GATE_INTERNAL": "token-of-the-test"}
+    server = Server(
+        tmp_path, ["serve", "nibble-demo", "--enforce-eager"], NIBBLE_HANG_SECONDS="5", **token
+    )
+
+    def turn(path: str, given: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", path, headers={"x-nibble-internal": given})
+        return connection.getresponse().status
+
+    def ask() -> str:
+        return server.ask("/v1/chat/completions", {"model": "default", **QUESTION})[1]["choices"][
+            0
+        ]["message"]["content"]
+
+    try:
+        server.wait_until_ready()
+        assert turn(SLEEP_PATH, "another-token") == 404
+        assert turn(SLEEP_PATH, token["NIBBLE_GATE_INTERNAL"]) == 200
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask)
+            time.sleep(8)  # longer than the limit of a hang
+            assert not waiting.done() and server.process.poll() is None
+            assert turn(WAKE_PATH, token["NIBBLE_GATE_INTERNAL"]) == 200
+            assert waiting.result(30) == "NVFP4 is a"
+        server.signal()
+        assert server.wait(90) == 0
+    finally:
+        server.end()

@@ -298,6 +298,16 @@ def test_unlisted_route_is_404_with_and_without_a_configured_key(
     assert door.app.scopes == open_door.app.scopes == []
 
 
+@pytest.mark.parametrize("path", ["/nibble/engine/sleep", "/nibble/engine/wake"])
+def test_only_the_server_of_several_models_reaches_the_engines_sleep(door: Door, path: str) -> None:
+    assert door.http("POST", path).status == 401
+    assert door.http("POST", path, BEARER).status == 404
+    assert door.http("POST", path, BEARER, (INTERNAL_HEADER, b"wrong")).status == 404
+    turned = door.http("POST", path, (INTERNAL_HEADER, INTERNAL.encode()))
+    assert turned.status == 500 and b"AttributeError" in turned.body  # no engine here
+    assert door.app.scopes == []
+
+
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
 def test_the_profilers_routes_exist_with_its_flag_and_need_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Door, path: str

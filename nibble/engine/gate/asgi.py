@@ -37,6 +37,7 @@ from nibble.engine.gate.routes import (
     is_canonical,
     router_path,
 )
+from nibble.engine.gate.sleep import ENGINE_PATHS, sleep_or_wake
 from nibble.engine.gate.state import GateState, State
 from nibble.engine.guard.answers import with_short_errors
 from nibble.engine.guard.body import Disconnected
@@ -185,6 +186,9 @@ class Gate:
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
         path = router_path(scope)
+        if caller.internal and verb == "POST" and path in ENGINE_PATHS:
+            problem = await sleep_or_wake(scope.get("app"), path)
+            return await send_http(send, Answer(500 if problem else 200, problem.encode()))
         known = is_canonical(scope) and path not in self._hidden
         answer = self._judge(verb, path, known, caller)
         if answer is None and path in DATA_PATHS:

@@ -7,8 +7,10 @@ with its whole share until its process is gone, so two never exceed the machine.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from nibble.engine.process import Stop
@@ -47,14 +49,23 @@ class Member:
     last_code: int = 0
     not_before_s: float = 0.0
     ended_for_memory: str = ""
+    is_asleep: bool = False
+    turning: Future[str] | None = None  # it is put to sleep, or woken
+
+    @property
+    def taken_bytes(self) -> int:
+        """Its memory now, where it has a process."""
+        return self.share.asleep_bytes if self.is_asleep else self.share.total_bytes
+
     waits_since_s: float = 0.0
 
     def loaded(self) -> Loaded:
         """For the decision what to unload."""
         is_ready = self.entry.state == "ready"
         running, used_s = self.entry.running, self.entry.last_used_s
-        total_bytes, stays = self.share.total_bytes, self.share.stays
-        return Loaded(self.entry.model, total_bytes, running, used_s, stays, is_ready)
+        taken_bytes, stays = self.taken_bytes, self.share.stays
+        kept_bytes = self.share.asleep_bytes if is_ready else 0
+        return Loaded(self.entry.model, taken_bytes, running, used_s, stays, is_ready, kept_bytes)
 
 
 def pause_s(failures: int) -> float:
@@ -150,6 +161,9 @@ class Fleet:
                 self.table.set_state(entry, "unloaded")
         elif (code := process.ended_with()) is not None:
             self._ended(member, process, code)
+        elif member.turning is not None:
+            if member.turning.done():
+                self._turned(member, process, member.turning.result())
         elif entry.state in ("loading", "holding") and not member.is_unloading:
             if process.is_ready():
                 member.failures = 0
@@ -157,6 +171,23 @@ class Fleet:
                 self._say(f"{entry.model} is loaded")
             else:
                 self._follow_breaker(member, process)
+
+    def _turned(self, member: Member, process: EngineProcess, problem: str) -> None:
+        """Its engine fell asleep or woke, or failed to: then it ends."""
+        entry, member.turning = member.entry, None
+        if problem:
+            verb = "sleep" if member.is_unloading else "wake up"
+            self._say(f"{entry.model} did not {verb} ({problem}); its engine ends")
+            process.terminate() if member.is_unloading else process.kill_at_once()
+        elif member.is_unloading:
+            member.is_unloading, member.is_asleep = False, True
+            self._close_upstream(entry)
+            self.table.set_state(entry, "asleep")
+            self._say(f"{entry.model} sleeps")
+        else:
+            member.failures = 0
+            self.table.make_ready(entry, Upstream(process.port), self._front.loop)
+            self._say(f"{entry.model} is awake")
 
     def _follow_breaker(self, member: Member, process: EngineProcess) -> None:
         """A server that waits after failed starts says so; requests do not wait for it."""
@@ -169,9 +200,8 @@ class Fleet:
 
     def _ended(self, member: Member, process: EngineProcess, code: int) -> None:
         entry, member.process = member.entry, None
-        if entry.upstream is not None:
-            self._front.loop.call_soon_threadsafe(entry.upstream.close)
-            entry.upstream = None
+        member.is_asleep, member.turning = False, None
+        self._close_upstream(entry)
         if member.is_unloading:
             member.is_unloading = False
             self.table.set_state(entry, "unloaded")
@@ -197,6 +227,11 @@ class Fleet:
         else:
             self.table.set_state(entry, "unloaded", reason)
 
+    def _close_upstream(self, entry: Entry) -> None:
+        if entry.upstream is not None:
+            self._front.loop.call_soon_threadsafe(entry.upstream.close)
+            entry.upstream = None
+
     def _unavailable(self, member: Member, state: str, reason: str) -> None:
         self.table.set_state(member.entry, "failed" if state == "failed" else "holding", reason)
         self.table.refuse_waiting(member.entry, reason, self._front.loop)
@@ -219,8 +254,9 @@ class Fleet:
             wish = None
         if wish is not None and not any(one.is_unloading or _loads(one) for one in others):
             loaded = [one.loaded() for one in others]
-            leaving = to_unload(loaded, wish.share.total_bytes, self.allowed_bytes) or ()
-            fits = sum(one.total_bytes for one in loaded) + wish.share.total_bytes
+            more_bytes = wish.share.total_bytes - (wish.taken_bytes if wish.is_asleep else 0)
+            leaving = to_unload(loaded, more_bytes, self.allowed_bytes) or ()
+            fits = sum(one.total_bytes for one in loaded) + more_bytes
             if not leaving and fits <= self.allowed_bytes:
                 self._load(wish)
         for one in others:
@@ -237,13 +273,21 @@ class Fleet:
         for member in self.members:
             if not member.entry.waiters:
                 member.waits_since_s = now
-        idle = [one for one in self.members if one.process is None]
-        able = [one for one in idle if one.entry.state == "unloaded" and now >= one.not_before_s]
+        able = [
+            one
+            for one in self.members
+            if one.entry.state in ("unloaded", "asleep") and now >= one.not_before_s
+        ]
         wanted = [one for one in able if one.share.stays or one.entry.waiters]
         return min(wanted, key=lambda one: (not one.share.stays, one.waits_since_s), default=None)
 
     def _load(self, member: Member) -> None:
         self.table.set_state(member.entry, "loading")
+        if member.is_asleep and member.process is not None:
+            member.is_asleep = False
+            member.turning = in_thread(member.process.wake)
+            self._say(f"waking {member.entry.model}")
+            return
         member.process = self._start(member.entry.model, member.words, member.environ)
         self._say(f"loading {member.entry.model} (pid {member.process.pid})")
 
@@ -251,7 +295,10 @@ class Fleet:
         if self.table.begin_leaving(member.entry) and member.process is not None:
             self.table.set_state(member.entry, "unloading")
             member.is_unloading = True
-            member.process.terminate()
+            if member.share.sleeps:
+                member.turning = in_thread(member.process.sleep)
+            else:
+                member.process.terminate()
             what = wish.entry.model if wish else "another model"
             self._say(f"unloading {member.entry.model} for {what}")
 
@@ -284,6 +331,14 @@ class Fleet:
             return ExitCode.TERMINATED
         self._say("drained and stopped")
         return ExitCode.ENGINE_DIED if any(codes) else ExitCode.OK
+
+
+def in_thread(call: Callable[[], str]) -> Future[str]:
+    """The result of `call`, which takes seconds, from a separate thread."""
+    found: Future[str] = Future()
+    found.set_running_or_notify_cancel()
+    threading.Thread(target=lambda: found.set_result(call()), daemon=True).start()
+    return found
 
 
 def _loads(member: Member) -> bool:

@@ -108,7 +108,7 @@ class Report:
         phase = f"loading {', '.join(missing)}" if state == "starting" else state
         if paused and not fleet.is_draining:
             state, phase = "paused", "paused"
-        used_bytes = sum(one.share.total_bytes for one in fleet.members if one.process)
+        used_bytes = sum(one.taken_bytes for one in fleet.members if one.process)
         return {
             "state": state,
             "phase": phase,
@@ -137,6 +137,7 @@ def _of_model(member: Member, engine: dict[str, Any]) -> dict[str, Any]:
         "state": entry.state,
         "reason": entry.reason,
         "stays": member.share.stays,
+        "unloading": member.share.unloading,
         "total_bytes": member.share.total_bytes,
         "kv_bytes": member.share.kv_bytes,
         "running": entry.running,
