@@ -64,7 +64,7 @@ class FleetServer:
         )
         child = self._child_environ(environ)
         members = [
-            Member(entry, share, _with_kv(one, share), child)
+            Member(entry, share, _with_kv(one, share), {**child, **one.environ}, group=one.group)
             for entry, share, one in zip(entries, parts, planned, strict=True)
         ]
         # Each plan has the settings of its model; the machine has one reserve

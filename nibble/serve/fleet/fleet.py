@@ -43,6 +43,7 @@ class Member:
     share: Share
     words: Sequence[str]
     environ: Mapping[str, str]
+    group: int = 0  # of GPUs; models of one group share memory
     process: EngineProcess | None = None
     is_unloading: bool = False
     failures: int = 0
@@ -80,9 +81,9 @@ def pause_s(failures: int) -> float:
 class Fleet:
     """The main loop. `run` once, in the main thread; then `close`.
 
-    `start` starts an engine. `on_ready` is called once, when every model that stays is loaded;
-    `on_drain` when a stop begins; `turn` each time the loop turns. No model loads while
-    `is_short()`.
+    `allowed_bytes` is what all models of a group may take. `start` starts an engine. `on_ready` is
+    called once, when every model that stays is loaded; `on_drain` when a stop begins; `turn` each
+    time the loop turns. No model loads while `is_short()`.
     """
 
     def __init__(
@@ -246,9 +247,15 @@ class Fleet:
     # --- loading ---
 
     def _load_next(self) -> None:
-        """Begin one load, or make room for it. One model loads at a time: vLLM measures memory."""
-        wish = self._wish()
-        others = [one for one in self.members if one.process is not None]
+        """Begin one load for each group of GPUs, or make room for it. One model of a group loads at
+        a time: vLLM measures memory.
+        """
+        for group in {one.group for one in self.members}:
+            self._load_in([one for one in self.members if one.group == group])
+
+    def _load_in(self, members: Sequence[Member]) -> None:
+        wish = self._wish(members)
+        others = [one for one in members if one.process is not None]
         leaving: tuple[str, ...] = ()
         if self._is_short():
             wish = None
@@ -265,17 +272,17 @@ class Fleet:
             elif one.entry.is_leaving and not one.is_unloading:
                 self.table.stop_leaving(one.entry, self._front.loop)
 
-    def _wish(self) -> Member | None:
+    def _wish(self, members: Sequence[Member]) -> Member | None:
         """The model to load next: those that stay first, then the one whose requests wait
         longest.
         """
         now = time.monotonic()
-        for member in self.members:
+        for member in members:
             if not member.entry.waiters:
                 member.waits_since_s = now
         able = [
             one
-            for one in self.members
+            for one in members
             if one.entry.state in ("unloaded", "asleep") and now >= one.not_before_s
         ]
         wanted = [one for one in able if one.share.stays or one.entry.waiters]
