@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,10 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from nibble.engine.api import Api
+from nibble.engine.gate.few_metrics import path_for
 from nibble.engine.log import PHASES
 from nibble.machine.gpu_state import ALARMING, GpuState, gpu_states
 from nibble.serve.advice import advise
-from nibble.serve.traffic import CACHE_S, TrafficReader
+from nibble.serve.traffic import CACHE_S, NAMES, TrafficReader
 
 _METRICS_TIMEOUT_S, _NVML_TIMEOUT_S = 2.0, 1.0
 
@@ -85,7 +87,9 @@ class Live:
 
     def _metrics_of_vllm(self) -> str | None:
         try:
-            status, body = self._api.call("/metrics", timeout_s=_METRICS_TIMEOUT_S)
+            status, body = self._api.call(path_for(NAMES), timeout_s=_METRICS_TIMEOUT_S)
+            if status != http.HTTPStatus.OK:  # several API processes
+                status, body = self._api.call("/metrics", timeout_s=_METRICS_TIMEOUT_S)
         except OSError:
             return None
         return body.decode(errors="replace") if status == 200 else None

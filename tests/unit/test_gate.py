@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nibble.engine.gate.asgi import INTERNAL_HEADER, Gate
+from nibble.engine.gate.few_metrics import path_for
 from nibble.engine.gate.state import GateState
 from nibble.engine.guard.protocol import GuardedProtocol
 
@@ -305,6 +307,28 @@ def test_only_the_server_of_several_models_reaches_the_engines_sleep(door: Door,
     assert door.http("POST", path, BEARER, (INTERNAL_HEADER, b"wrong")).status == 404
     turned = door.http("POST", path, (INTERNAL_HEADER, INTERNAL.encode()))
     assert turned.status == 500 and b"AttributeError" in turned.body  # no engine here
+    assert door.app.scopes == []
+
+
+def test_the_supervisor_alone_reads_a_few_metrics(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = CollectorRegistry()
+    for name in ("tokens", "others"):
+        Counter(name, "Text.", registry=registry).inc(3)
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm.v1.metrics.prometheus",
+        SimpleNamespace(get_prometheus_registry=lambda: registry),
+    )
+    path, _, query = path_for({"tokens_total"}).partition("?")
+    internal = (INTERNAL_HEADER, INTERNAL.encode())
+    reply = door.http("GET", path, internal, query_string=query.encode())
+    assert reply.status == 200
+    assert b"tokens_total 3.0" in reply.body and b"others" not in reply.body
+    assert door.http("GET", path, BEARER).status == 404
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    assert door.http("GET", path, internal).status == 501
     assert door.app.scopes == []
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nibble.engine.gate.control import METRICS_PATH, ask_control, with_own_metrics
+from nibble.engine.gate.few_metrics import FEW_PATH, few_metrics
 from nibble.engine.gate.routes import (
     DATA_PATHS,
     OPEN_METHODS,
@@ -56,6 +57,7 @@ Header = tuple[bytes, bytes]
 INTERNAL_HEADER = b"x-nibble-internal"
 # Starting: the next phase may be the last. Draining: this process ends, and the next one needs its
 # start-up time. Paused: about the time of a long answer, because running requests end first.
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 30, "paused": 10}
 
 
@@ -186,9 +188,8 @@ class Gate:
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
         path = router_path(scope)
-        if caller.internal and verb == "POST" and path in ENGINE_PATHS:
-            problem = await sleep_or_wake(scope.get("app"), path)
-            return await send_http(send, Answer(500 if problem else 200, problem.encode()))
+        if caller.internal and (found := await _for_supervisor(scope, verb, path)) is not None:
+            return await send_http(send, found)
         known = is_canonical(scope) and path not in self._hidden
         answer = self._judge(verb, path, known, caller)
         if answer is None and path in DATA_PATHS:
@@ -256,6 +257,17 @@ class Gate:
 
     def _is_key(self, value: bytes) -> bool:
         return bool(self._key) and hmac.compare_digest(value, self._key)
+
+
+async def _for_supervisor(scope: Scope, verb: str, path: str) -> Answer | None:
+    """The answer to what nibble alone asks of this process; None for another request."""
+    if verb == "POST" and path in ENGINE_PATHS:
+        problem = await sleep_or_wake(scope.get("app"), path)
+        return Answer(500 if problem else 200, problem.encode())
+    if verb == "GET" and path == FEW_PATH:
+        text = few_metrics(scope.get("query_string", b""))
+        return Answer(501, b"") if text is None else Answer(200, text, (), METRICS_TYPE)
+    return None
 
 
 def _forwarded(scope: Scope, verb: str, marked: bool) -> Scope:
