@@ -23,6 +23,7 @@ from nibble.engine.router.table import Entry, Table
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine import early_stop
 from nibble.plan.gather import Asked
+from nibble.serve.above import WATCHED_ABOVE
 from nibble.serve.api_key import KeyDecision
 from nibble.serve.control import Answers, ControlServer
 from nibble.serve.fleet.budgets import Share
@@ -31,7 +32,6 @@ from nibble.serve.fleet.memory_watch import MemoryWatch
 from nibble.serve.fleet.report import Report
 from nibble.serve.ready_message import key_lines
 from nibble.serve.sd_notify import Heartbeat, Notifier
-from nibble.serve.watchdog import WATCHED_ABOVE
 from nibble.settings.models import without_model
 from nibble.settings.options import options
 

@@ -38,6 +38,7 @@ from nibble.plan.memory import UNWATCHED
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
+from nibble.serve.above import is_watched_above
 from nibble.serve.api_key import KeyDecision, resolve_api_key
 from nibble.serve.background import VARIABLE, Place, detach, note_end, registered
 from nibble.serve.compile_cache import Use
@@ -51,7 +52,6 @@ from nibble.serve.preflight.machine import run_checks
 from nibble.serve.preflight.model import check_model_files
 from nibble.serve.start_times import StartTimes
 from nibble.serve.supervisor import serve as launch
-from nibble.serve.watchdog import is_watched_above
 from nibble.settings.models import Several, read_several, without_model
 from nibble.settings.options import default_of
 

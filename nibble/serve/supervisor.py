@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import shutil
 import signal
 import threading
@@ -34,6 +33,7 @@ from nibble.machine.process_table import Activity, activity
 from nibble.machine.processes import once_a_second, signal_name, stop_signals
 from nibble.plan.memory import UNWATCHED, Limits, show_gib
 from nibble.printable import printable
+from nibble.serve.above import internal_token
 from nibble.serve.api_key import KeyDecision
 from nibble.serve.control import Answers, ControlServer
 from nibble.serve.drain import drain, until_it_ends
@@ -46,7 +46,7 @@ from nibble.serve.ready_message import reached, ready_lines
 from nibble.serve.run_folder import make_run_folder, socket_environ
 from nibble.serve.sd_notify import Heartbeat, Notifier
 from nibble.serve.start_times import StartTimes, Timeline
-from nibble.serve.watchdog import Action, Governor, is_watched_above
+from nibble.serve.watchdog import Action, Governor
 
 if TYPE_CHECKING:
     from nibble.plan.plan import Plan
@@ -454,9 +454,3 @@ class Supervisor:
         )
         if update.phase != "ready":  # ready_lines says that
             self._display.show(update)
-
-
-def internal_token(environ: Mapping[str, str]) -> str:
-    """The token of the supervisor's requests. The server of several models knows it too."""
-    given = environ.get("NIBBLE_GATE_INTERNAL", "")
-    return given if is_watched_above(environ) and given else secrets.token_urlsafe(32)

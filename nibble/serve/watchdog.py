@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -26,13 +26,7 @@ RESUME_AFTER_S = 3.0  # above the limit for so long, so that admission does not 
 # is being used.
 PAUSE_STALLED_PERCENT, STOP_STALLED_PERCENT = 10.0, 50.0
 _NICE = -10
-WATCHED_ABOVE = "NIBBLE_WATCHED_ABOVE"
 KILL_IS_NEWS_S = 30.0  # vLLM takes some seconds to end after a lost worker
-
-
-def is_watched_above(environ: Mapping[str, str]) -> bool:
-    """Whether this is an engine of several models, whose server watches the memory."""
-    return environ.get(WATCHED_ABOVE) == "1"
 
 
 def decide(memory: Memory, limit: Limits, is_paused: bool) -> tuple[Action, str]:

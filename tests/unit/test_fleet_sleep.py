@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from nibble.engine.gate.sleep import SLEEP_PATH, WAKE_PATH, sleep_or_wake
+from nibble.serve.above import internal_token
 from nibble.serve.fleet import unloading
 from nibble.serve.fleet.budgets import Share
 from nibble.serve.fleet.unloading import Sleeper, choose_ways, obstacle
-from nibble.serve.supervisor import internal_token
 from tests.support.servers.stand_in_engine import StandInEngine
 from tests.unit.test_fleet_routing import Running, start, without_signals  # noqa: F401 - fixtures
 
