@@ -171,7 +171,7 @@ def stated(readme: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def other_numbers() -> Iterator[str]:
-    """Numbers of README's results that are no pair of times or rates."""
+    """Numbers of README's results beside its pairs of times and rates."""
     for case in load("nvfp4_layers_cpu.json")["cases"][:2]:
         for part in ("q", "k", "v"):
             percent = 100 * case["errors"][part]["original"]
