@@ -8,9 +8,9 @@ through a socket (shm_broadcast.py:936), which takes longer.
 
 A reader asks the memory again and again, with `sched_yield` in between, for a second after its last
 message (shm_broadcast.py:207): through every step of an engine that is in use. On a CPU, that loop
-takes a core from the threads that compute. The socket that wakes a reader after that second is no
-way out: with its high-water mark of 1 it loses a notice that follows another within a millisecond,
-and the reader then waits for up to 5 s (seen with two ranks).
+takes a core from the threads that compute. After that second, a socket wakes the reader; but with
+its high-water mark of 1 it loses a notice that follows another within a millisecond, and the reader
+then waits for up to 5 s (seen with two ranks). So nibble does not shorten the second.
 """
 
 from __future__ import annotations
