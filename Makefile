@@ -69,11 +69,13 @@ fmt: setup-dev ## format Python and shell, rewrite generated docs
 # For two cores: unit tests wait half of their time. Two processes at most start servers (tests/support/turns.py).
 PROCESSES = --numprocesses 3
 
-.PHONY: test test-all
+.PHONY: test test-all test-system
 test: lint ## lint, types, and the tests that fit into 15 minutes on two cores
 	pytest $(PROCESSES)
 test-all: lint ## every test: the slow ones, and those that `make test` runs when their folder changed
 	pytest $(PROCESSES) --slow
+test-system: setup-dev ## services, engines, guests, registries and memory pressure, for real (as root; half an hour)
+	pytest --system tests/system
 
 .PHONY: patches-newest demo lock clean
 patches-newest: setup ## run every probe on the newest release of vLLM and print the tables

@@ -27,7 +27,7 @@ from tests.support.turns import Turns, make_folder, remove_folder
 # shows early. Then what has few or long groups, and short ones last, so that all end together.
 FOLDERS = ("image", "cluster", "unit", "patches", "e2e", "kernels")
 # Of these groups two run at a time (tests/support/turns.py).
-COMPUTING = ("image", "cluster", "patches", "e2e", "kernels")
+COMPUTING = ("image", "cluster", "patches", "e2e", "kernels", "system")
 # These folders and files share something: fixed ports and names of processes ("machine"), or the
 # bytecode of unpacked releases, which one test writes while another copies it. Probes use all cores
 # by themselves. Every other file is a group: its tests take ports of their process alone.
@@ -35,6 +35,7 @@ TOGETHER = {
     "patches": "patches",
     "image": "machine",
     "cluster": "machine",
+    "system": "machine",
     "e2e/test_ray_real.py": "machine",
 }
 TESTS = Path(__file__).parent
@@ -49,6 +50,7 @@ turns_folder = pytest.StashKey[Path]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
+    parser.addoption("--system", action="store_true", help="also run the tests of tests/system")
     parser.addoption("--network", action="store_true", help="also run tests that need the internet")
 
 
@@ -117,6 +119,7 @@ class Judge:
     def __init__(self, config: pytest.Config) -> None:
         self.slow = config.getoption("--slow")
         self.network = config.getoption("--network")
+        self.system = config.getoption("--system")
         self.gpu = _has_gpu()
         self.vllm = importlib.util.find_spec("vllm") is not None  # without importing it
         self.ci = os.environ.get("CI") == "true"
@@ -130,7 +133,9 @@ class Judge:
             return "network: needs the internet (pytest --network)"
         if item.get_closest_marker("vllm") and not self.vllm:
             return "vllm: not installed here"
-        if item.get_closest_marker("slow") and not self.slow:
+        if _folder(item.path) == "system" and not self.system:
+            return "system: make test-system runs them"
+        if item.get_closest_marker("slow") and not (self.slow or self.system):
             return "slow: make test-all runs them"
         mark = None if self.slow else item.get_closest_marker("when_changed")
         if mark and not changes.is_changed(*mark.args):
