@@ -1,0 +1,1 @@
+"""Machines around nibble: systemd, Podman and kernels other than this one's."""
