@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings.options import Settings
 
@@ -104,10 +106,10 @@ def is_here(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with the IPv4 address `address`, or None."""
-    for _, name in socket.if_nameindex():
-        if address_of(name) == address:
-            return name
+    """The network interface with the IPv4 address `address`, among several or alone, or None."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any((entry.family, entry.address) == (socket.AF_INET, address) for entry in entries):
+            return name.partition(":")[0]  # an address with a label is listed as eth0:label
     return "lo" if address.startswith("127.") else None
 
 

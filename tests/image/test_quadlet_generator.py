@@ -6,41 +6,25 @@ installed.
 
 from __future__ import annotations
 
-import lzma
 import os
 import re
 import shlex
 import subprocess
-import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.support.docker.images import CACHE
+from tests.support.debian import unpacked
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
-MIRROR = "http://deb.debian.org/debian"
-PACKAGES = ("podman", "libc6")
 UNIT = ROOT / "docker/quadlet/nibble.container"
 
 
 @pytest.fixture(scope="session")
 def podman_root() -> Path:
     """A folder with Debian 13's Podman and C library, unpacked."""
-    root = CACHE / "podman-trixie"
-    if not root.exists():
-        with urllib.request.urlopen(f"{MIRROR}/dists/trixie/main/binary-amd64/Packages.xz") as page:
-            index = lzma.decompress(page.read()).decode()
-        fresh = root.with_name(f"{root.name}.{os.getpid()}")
-        fresh.mkdir(parents=True)
-        for package in PACKAGES:
-            entry = re.search(rf"^Package: {package}\n(?:.+\n)*?Filename: (\S+)", index, re.M)
-            assert entry is not None, package
-            archive, _ = urllib.request.urlretrieve(f"{MIRROR}/{entry[1]}")
-            subprocess.run(["dpkg", "-x", archive, str(fresh)], check=True)
-        fresh.rename(root)
-    return root
+    return unpacked("podman-trixie", "trixie", ("podman", "libc6"))
 
 
 def generate(podman_root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -68,7 +52,7 @@ def test_the_generator_turns_the_unit_into_the_documented_command(
     ]
     for option in ("--read-only", "--stop-timeout=60", "--cap-drop", "--device"):
         assert option in words
-    assert "RestartPreventExitStatus=75" in service and "TimeoutStopSec=75" in service
+    assert "RestartPreventExitStatus=2 5 6 75" in service and "TimeoutStopSec=75" in service
 
 
 def test_the_generator_refuses_a_key_that_it_does_not_know(

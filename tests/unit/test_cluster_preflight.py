@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -531,6 +532,19 @@ def test_the_interface_is_the_one_that_has_the_address() -> None:
     assert interface_of("198.51.100.7") is None
     assert is_here("127.0.0.1")
     assert not is_here("198.51.100.7")
+
+
+def test_an_interface_is_found_by_any_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(address: str, family: int = socket.AF_INET) -> Any:
+        return SimpleNamespace(family=family, address=address)
+
+    addresses = {
+        "eth0": [entry("10.8.0.2"), entry("10.9.0.2"), entry("fe80::1", socket.AF_INET6)],
+        "eth1:service": [entry("10.7.0.9")],  # the kernel names an address with a label so
+    }
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: addresses)
+    assert interface_of("10.9.0.2") == "eth0" and interface_of("10.7.0.9") == "eth1"
+    assert interface_of("fe80::1") is None
 
 
 def test_the_disk_that_counts_is_that_of_the_cache_folder_of_the_settings(

@@ -96,7 +96,7 @@ def test_the_quadlet_unit_kills_for_liveness_alone_and_does_not_restart_after_a_
     None
 ):
     unit = (root() / "docker" / "quadlet" / "nibble.container").read_text().splitlines()
-    assert "Restart=on-failure" in unit and "RestartPreventExitStatus=75" in unit
+    assert "Restart=on-failure" in unit and "RestartPreventExitStatus=2 5 6 75" in unit
     assert "HealthCmd=/opt/venv/bin/python -ISB /opt/nibble/docker/healthcheck.py live" in unit
     assert "HealthOnFailure=kill" in unit and "HealthStartPeriod=60m" in unit
     assert not [
@@ -114,7 +114,7 @@ def test_the_systemd_unit_watches_nibble_and_stops_it_alone() -> None:
         "Restart=on-failure",
     ):
         assert line in unit
-    assert "RestartPreventExitStatus=75" in unit
+    assert "RestartPreventExitStatus=2 5 6 75" in unit
 
 
 @pytest.mark.parametrize(

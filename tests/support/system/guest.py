@@ -8,22 +8,18 @@ whatever the machine's own kernel has.
 from __future__ import annotations
 
 import contextlib
-import lzma
 import os
-import re
 import shlex
+import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.docker.images import CACHE
-from tests.support.once import locked
+from tests.support.debian import unpacked
 from tests.support.paths import ROOT
 
-MIRROR = "http://deb.debian.org/debian"
 # The guest's memory is many small maps of one file.
 MAPS, MAPS_FILE = 8_000_000, Path("/proc/sys/vm/max_map_count")
 _INIT = """\
@@ -58,22 +54,8 @@ class Ended:
 
 
 def debian_kernel() -> Path:
-    """The kernel of Debian 12's package user-mode-linux, unpacked once."""
-    root = CACHE / "user-mode-linux"
-    kernel = root / "usr/bin/linux.uml"
-    with locked(root):
-        if not kernel.exists():
-            index = f"{MIRROR}/dists/bookworm/main/binary-amd64/Packages.xz"
-            with urllib.request.urlopen(index) as page:
-                packages = lzma.decompress(page.read()).decode()
-            name = re.search(
-                r"^Package: user-mode-linux\n(?:.+\n)*?Filename: (\S+)", packages, re.M
-            )
-            assert name is not None
-            archive, _ = urllib.request.urlretrieve(f"{MIRROR}/{name[1]}")
-            subprocess.run(["dpkg", "-x", archive, str(root)], check=True)
-            Path(archive).unlink()
-    return kernel
+    """The kernel of Debian 12's package user-mode-linux."""
+    return unpacked("user-mode-linux", "bookworm", ["user-mode-linux"]) / "usr/bin/linux.uml"
 
 
 @contextlib.contextmanager
@@ -108,6 +90,7 @@ def start_guest(
     memory_mib: int,
     swap_mib: int = 0,
     options: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """The guest's process. The kernel's messages are the file `console` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +114,8 @@ def start_guest(
             stdout=console,
             stderr=subprocess.STDOUT,
             env=os.environ | {"TMPDIR": "/dev/shm"},
+            pass_fds=pass_fds,
+            start_new_session=True,  # a guest is several processes
         )
 
 
@@ -140,13 +125,19 @@ def wait_for_guest(process: subprocess.Popen[bytes], folder: Path, seconds: floa
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        end_guest(process)
         seen = f"{_text(folder / 'console')}\n{_text(output)}"
         raise AssertionError(f"the guest ran longer than {seconds:.0f} s\n{seen}") from None
     code = _text(folder / "exit").strip()
     assert code, f"the guest ended early\n{_text(folder / 'console')}\n{_text(output)}"
     return Ended(int(code), _text(output))
+
+
+def end_guest(process: subprocess.Popen[bytes]) -> None:
+    """For a guest that does not power off."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _text(path: Path) -> str:
