@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.system import guest
+from tests.support.system.kernel import built_kernel
 
 IN_GUEST = "tests/system/in_guest"
 
@@ -27,4 +28,16 @@ def test_the_watchdog_acts_before_the_guest_swaps_and_only_our_server_ends(
         ended = guest.run_in_guest(
             guest.debian_kernel(), tmp_path / "guest", words, memory_mib=4096, swap_mib=1024
         )
+    assert ended.code == 0 and "1 passed" in ended.output, ended.output
+
+
+def test_the_watchdog_acts_on_the_stalls_of_its_cgroup(tmp_path: Path) -> None:
+    ended = guest.run_in_guest(
+        built_kernel(),
+        tmp_path / "guest",
+        pytest_words("memory_stalls.py"),
+        memory_mib=1024,
+        swap_mib=512,
+        seconds=200,
+    )
     assert ended.code == 0 and "1 passed" in ended.output, ended.output

@@ -17,32 +17,15 @@ from nibble.machine.processes import OOM_SCORE_STEP
 from tests.support.servers.memory_cgroup import MIB, Hog
 from tests.support.servers.serving import Server
 from tests.support.servers.unified_profile import force_unified_memory
+from tests.support.system.groups import Group
 from tests.support.vllm_plugins import one_memory_node
 from tests.support.vllm_plugins.install import install
 
-ROOT_GROUP = Path("/sys/fs/cgroup")
 LIMIT_MIB = 2400
 # No new requests below 300 MiB, the engine is stopped below 150, resumed from 450.
 RESERVE = {"NIBBLE_MEMORY_RESERVE_GIB": str(600 / 1024)}
 STEP_MIB = 25
 FLAGS = ("--enforce-eager", "--max-model-len", "512")
-
-
-class Group:
-    """A cgroup v2."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder = folder
-        self.words = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder)]
-
-    def set(self, name: str, value: str) -> None:
-        (self.folder / name).write_text(value)
-
-    def field(self, file: str, name: str) -> int:
-        found = re.search(rf"^{name} (\d+)$", (self.folder / file).read_text(), re.M)
-        assert found is not None
-        return int(found[1])
 
 
 def swapped_out() -> int:
@@ -59,8 +42,9 @@ def limit(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def groups(limit: str) -> tuple[Group, Group]:
     """One for the server and one for its neighbour, below one that has the limit."""
-    (ROOT_GROUP / "cgroup.subtree_control").write_text("+memory")
-    both = Group(ROOT_GROUP / f"both-{limit}")
+    root = Group.controlled()
+    root.set("cgroup.subtree_control", "+memory")
+    both = Group(root.folder / f"both-{limit}")
     if limit != "machine":
         both.set(limit, str(LIMIT_MIB * MIB))
     both.set("cgroup.subtree_control", "+memory")
