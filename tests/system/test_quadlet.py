@@ -137,11 +137,12 @@ def test_started_means_ready_and_the_status_line_is_nibbles(serving: Service) ->
     text = machine.property("nibble", "StatusText")
     assert re.fullmatch(r"serving old-build at http://127\.0\.0\.1:8000", text)
     limit = "grep 'Max locked memory'"
-    asked = f"echo $TEST_CDI_DEVICE; id -u; {limit} /proc/self/limits; touch /usr/x || echo no"
+    device = "tr '\\0' '\\n' < /proc/1/environ | grep ^TEST_CDI_DEVICE"
+    asked = f"{device}; id -u; {limit} /proc/self/limits; touch /usr/x || echo no"
     found = machine.run("podman", "exec", "systemd-nibble", "bash", "-c", asked).splitlines()
     conmon = machine.property("nibble", "MainPID")
     allowed = machine.run("sh", "-c", f"{limit} /proc/{conmon}/limits")  # as LimitMEMLOCK= says
-    assert found == ["nvidia.com/gpu=all", "2000", allowed, "no"]
+    assert found == ["TEST_CDI_DEVICE=nvidia.com/gpu=all", "2000", allowed, "no"]
 
 
 def test_a_reboot_drains_and_starts_again_and_so_does_a_lost_power_supply(
@@ -203,8 +204,9 @@ def test_a_hung_nibble_is_killed_by_its_liveness_check_and_started_again(
 
 def test_stop_lets_a_streaming_answer_finish(service: Service) -> None:
     service.stop()
-    eager = 'Environment="VLLM_EXTRA_ARGS=--enforce-eager"'
-    service.configure("Volume=/slow-model:/slow-model:ro", eager, model="/slow-model")
+    quick = ("VLLM_EXTRA_ARGS=--enforce-eager", "NIBBLE_REFERENCE=off", "NIBBLE_CANARY=off")
+    lines = [f"Environment={setting}" for setting in quick]
+    service.configure("Volume=/slow-model:/slow-model:ro", *lines, model="/slow-model")
     service.start()
     payload = {"model": "default", "prompt": "hello", "max_tokens": 400, "ignore_eos": True}
     chunks: list[dict[str, Any]] = []
@@ -250,10 +252,11 @@ def test_a_crash_loop_ends_with_75_and_stays_down(service: Service) -> None:
     """Failures two to five are written into the record: nibble would wait 21 minutes for them."""
     machine = service.machine
     service.stop()
+    record = f"{CACHE_VOLUME}/crash-loop"
+    machine.run("rm", "-rf", record)  # of the tests before
     since = machine.now()
     machine.run("systemctl", "start", "--no-block", "nibble")
     kill_the_api_server(service)
-    record = f"{CACHE_VOLUME}/crash-loop"
     machine.wait_for(lambda: bool(machine.run("ls", record, check=False)), 60, "a record")
     machine.wait_for(lambda: ended_with(service) == "10", 60, "the first failure")
     path = f"{record}/{machine.run('ls', record)}"

@@ -123,6 +123,7 @@ def test_a_setting_to_correct_ends_with_one_line_and_no_restart(machine: Machine
 def test_a_crash_loop_ends_with_75_and_stays_down(machine: Machine) -> None:
     """Failures two to five are written into the record: nibble would wait 21 minutes for them."""
     stop(machine)
+    machine.run("rm", "-rf", f"{CACHE}/crash-loop")  # of the tests before
     since = machine.now()
     machine.run("systemctl", "start", "--no-block", "nibble")
     kill_the_api_server(machine)
