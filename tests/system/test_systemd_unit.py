@@ -5,7 +5,6 @@ The machine has them where the unit looks: /opt/nibble and its .venv. Tests foll
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.system.crash_loop import run_into_75
 from tests.support.system.machine import Machine, booted, machine_image
 
 UNIT = "/etc/systemd/system/nibble.service"
@@ -121,29 +121,6 @@ def test_a_setting_to_correct_ends_with_one_line_and_no_restart(machine: Machine
 
 
 def test_a_crash_loop_ends_with_75_and_stays_down(machine: Machine) -> None:
-    """Failures two to five are written into the record: nibble would wait 21 minutes for them."""
     stop(machine)
-    machine.run("rm", "-rf", f"{CACHE}/crash-loop")  # of the tests before
-    since = machine.now()
-    machine.run("systemctl", "start", "--no-block", "nibble")
-    kill_the_api_server(machine)
-    ended = lambda: machine.property("nibble", "ExecMainStatus")  # noqa: E731
-    machine.wait_for(lambda: ended() == "10", 60, "the first failure")
-    path = f"{CACHE}/crash-loop/{machine.run('ls', f'{CACHE}/crash-loop')}"
-    (failure,) = json.loads(machine.run("cat", path))["failures"]
-    ages = (1140, 1080, 1020, 960, 897)  # after the fifth, nibble waits 900 s
-    times = [{**failure, "at_s": time.time() - age} for age in ages]
-    machine.write(path, json.dumps({"model": "nibble-demo-nvfp4", "failures": times}))
-    kill_the_api_server(machine)  # of the start that systemd makes by itself
-    machine.wait_for(lambda: state(machine) == "failed", 90, "the end of the crash loop")
-    restarts = machine.property("nibble", "NRestarts")
-    time.sleep(12)
-    assert (state(machine), ended()) == ("failed", "75")
-    assert machine.property("nibble", "NRestarts") == restarts
-    lines = [x for x in machine.journal("nibble", since) if "starts in a row failed, the last" in x]
-    assert len(lines) == 1 and lines[0].startswith("nibble: error: 6 starts in a row failed")
-
-
-def kill_the_api_server(machine: Machine) -> None:
-    words = ("pkill", "-KILL", "--oldest", "--full", "nibble.engine.start_vllm")
-    machine.wait_for(lambda: machine.ask(*words).returncode == 0, 90, "vLLM's API server")
+    (line,) = run_into_75(machine, CACHE)
+    assert line.startswith("nibble: error: 6 starts in a row failed, the last with: vLLM ended")
