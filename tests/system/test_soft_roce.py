@@ -62,7 +62,7 @@ def test_each_node_names_its_device_and_the_gid_of_its_cluster_address(found: Fo
 def test_messages_pass_both_ways_with_that_device_and_gid(found: Found) -> None:
     for seen in found.values():
         assert seen["exchange"]["code"] == 0, seen["exchange"]["said"]
-        assert re.search(r"1000 iters in [\d.]+ seconds", seen["exchange"]["said"])
+        assert re.search(r"200 iters in [\d.]+ seconds", seen["exchange"]["said"])
 
 
 def test_the_preflight_accepts_both_and_names_the_node_with_a_cut_link(found: Found) -> None:

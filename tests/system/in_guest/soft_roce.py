@@ -21,6 +21,7 @@ from nibble.cluster.network import find_interface, network_environ, rdma_devices
 
 LINK = "vec0"
 ADDRESSES = {"head": "10.9.0.1", "worker": "10.9.0.2"}
+DISK = Path("/")  # this machine's
 FIRST = "10.8.0.2"  # on the worker alone, so that GID indexes differ
 
 
@@ -39,13 +40,14 @@ def connect(role: str) -> str:
 
 
 def exchange(role: str, tools: Path, device: str, gid_index: int) -> dict[str, Any]:
-    """1000 messages each way over a reliable connection, by a program of rdma-core."""
+    """200 messages each way over a reliable connection, by a program of rdma-core."""
     libraries = tools / "usr/lib/x86_64-linux-gnu"
     environ = os.environ | {
         "LD_LIBRARY_PATH": str(libraries),
         "RDMAV_DRIVERS": str(libraries / "libibverbs/librxe"),
     }
-    command = [str(tools / "usr/bin/ibv_rc_pingpong"), "-d", device, "-g", str(gid_index)]
+    command = [str(tools / "usr/bin/ibv_rc_pingpong"), "-d", device, "-n", "200"]
+    command += ["-g", str(gid_index)]
     peer = [] if role == "head" else [ADDRESSES["head"]]
     for _ in range(60):  # the other guest may be later
         done = subprocess.run(
@@ -64,13 +66,13 @@ def main(role: str, folder: str) -> None:
     devices = rdma_devices(address)
     found: dict[str, Any] = {"devices": [asdict(device) for device in devices]}
     found["environ"] = dict(network_environ(address, interface, devices))
-    found["facts"] = facts.collect(address, interface, os.environ, Path("/tmp"))
+    found["facts"] = facts.collect(address, interface, os.environ, DISK)
     (device,) = devices
     if device.gid_index is not None:
         found["exchange"] = exchange(role, Path(folder), device.name, device.gid_index)
     run("ip", "link", "set", LINK, "down")
     time.sleep(1)
-    found["facts_when_cut"] = facts.collect(address, interface, os.environ, Path("/tmp"))
+    found["facts_when_cut"] = facts.collect(address, interface, os.environ, DISK)
     print(json.dumps(found))
 
 
