@@ -17,7 +17,7 @@ import pytest
 from nibble.serve.watchdog import PAUSE_STALLED_PERCENT, STOP_STALLED_PERCENT
 from tests.support.system.groups import Group
 
-HIGH_MIB, WANTED_MIB = 160, 320
+HIGH_MIB, WANTED_MIB = 100, 320
 WATCHDOG = """
 from nibble.machine.memory import MemorySource
 from nibble.plan.memory import Limits
@@ -28,14 +28,8 @@ limits = Limits(
 )
 Governor(MemorySource(), limits, lambda action, why: print(action, why, flush=True)).run()
 """
-# Touches its pages in turn: more than memory.high leaves in memory.
-NEIGHBOUR = f"""
-held = bytearray({WANTED_MIB} << 20)
-while True:
-    for page in range(0, len(held), 4096):
-        held[page] += 1
-        held[page] %= 100
-"""
+# Without swap for the cgroup, who takes more than memory.high sleeps for it.
+NEIGHBOUR = f"held = bytearray(b'x') * ({WANTED_MIB} << 20)"
 
 
 @pytest.fixture
@@ -43,6 +37,7 @@ def group() -> Group:
     Group.controlled().set("cgroup.subtree_control", "+memory")
     made = Group(Group.controlled().folder / "stalled")
     made.set("memory.high", str(HIGH_MIB << 20))
+    made.set("memory.swap.max", "0")
     return made
 
 
