@@ -209,9 +209,10 @@ def test_stop_lets_a_streaming_answer_finish(service: Service) -> None:
     lines = [f"Environment={setting}" for setting in quick]
     service.configure("Volume=/slow-model:/slow-model:ro", *lines, model="/slow-model")
     service.start()
-    payload = {"model": "default", "prompt": "hello", "max_tokens": 400, "ignore_eos": True}
+    payload = {"model": "default", "prompt": "hello", "max_tokens": 200, "ignore_eos": True}
     chunks: list[dict[str, Any]] = []
     late: list[int] = []
+    stopped_at = 0.0
     stopper = threading.Thread(target=service.machine.run, args=("systemctl", "stop", "nibble"))
     with service.open("/v1/completions", payload | {"stream": True}) as answer:
         for line in answer:
@@ -220,7 +221,8 @@ def test_stop_lets_a_streaming_answer_finish(service: Service) -> None:
             chunks.append(json.loads(line[6:]))
             if len(chunks) == 20:
                 stopper.start()
-            if len(chunks) == 100:
+                stopped_at = time.monotonic()
+            if not late and len(chunks) > 20 and time.monotonic() - stopped_at > 1.5:
                 late.append(service.send("/v1/completions", payload | {"max_tokens": 1})[0])
     stopper.join(90)
     reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
