@@ -27,7 +27,7 @@ _INIT = """\
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t hostfs -o {share} none /mnt
-for place in /tmp /run /dev/shm; do mkdir -p $place; mount -t tmpfs tmpfs $place; done
+for place in /tmp /run /dev/shm; do mkdir -p $place; mount -t tmpfs -o size=8g tmpfs $place; done
 mkdir -p /dev/pts
 mount -t devpts devpts /dev/pts
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
