@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.support.docker.containers import docker
+from tests.support.docker.containers import builder, client, docker
 from tests.support.docker.images import CACHE
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -96,7 +96,7 @@ def machine_image(name: str, base: str, setup: str) -> str:
             (Path(folder) / file).write_text(text)
         (Path(folder) / "boot").chmod(0o755)
         environ = os.environ | {"DOCKER_BUILDKIT": "1"}
-        command = ["docker", "build", "--quiet", "--network", "host", "--tag", name, folder]
+        command = [builder(), "build", "--quiet", "--network", "host", "--tag", name, folder]
         subprocess.run(command, env=environ, check=True, capture_output=True, timeout=600)
     return name
 
@@ -130,7 +130,7 @@ class Machine:
         systemd, which `docker exec` alone does not enter.
         """
         enter = ("nsenter", "--target", "1", "-m", "-u", "-i", "-n", "-p", "-C", "--")
-        return ["docker", "exec", "--interactive", self.name, *enter]
+        return [client() or "docker", "exec", "--interactive", self.name, *enter]
 
     def write(self, path: str, text: str) -> None:
         self.run("sh", "-c", 'mkdir -p "$(dirname "$0")" && cat > "$0"', path, stdin=text)
