@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds an image of nibble: ./build.sh TARGET [--from source|wheel] [--remote HOST] [--push]
 # or nibble-kernels' wheel alone, into dist/TARGET, where `make setup` finds it: ./build.sh TARGET --kernels [--remote HOST]
-# TARGET is one of gb10, sm120, b200, hopper, cpu; the image is $IMAGE:TARGET (IMAGE defaults to nibble).
-# Also read: BASE_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host; NIBBLE_BUILD_WHEELS,
-# a folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE, which reach the build as secrets, not as layers.
+# TARGET is one of gb10, sm120, b200, hopper, cpu; the image is $IMAGE:TARGET (IMAGE defaults to nibble). --push prints IMAGE@DIGEST.
+# Also read: BASE_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, SBOM_GENERATOR, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host;
+# NIBBLE_BUILD_WHEELS, a folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE: secrets of the build, not layers.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -11,6 +11,22 @@ die() {
   echo "error: $1; expected: $2; try: $3" >&2
   exit 2
 }
+
+# Variables of other projects' build scripts, which this one would ignore.
+while read -r name instead; do
+  [[ -z ${!name:-} ]] || die "${name}=${!name} is of another build script" "${instead}" "unset ${name}"
+done <<'END'
+IMAGE_NAME IMAGE=NAME, without a tag
+IMAGE_TAG the target as tag
+IMAGE_VERSION the target as tag
+VLLM_COMMIT the vLLM of requirements/
+TORCH_VERSION the torch of requirements/
+TORCHVISION_VERSION the torchvision of requirements/
+TORCHAUDIO_VERSION the torchaudio of requirements/
+REMOTE_NODE --remote USER@HOST
+REMOTE_USER --remote USER@HOST
+REMOTE_BUILD_DIR --remote USER@HOST, which needs no folder
+END
 
 # The CPU's wheel is compiled here, with the environment of `make setup`, and tried in a separate environment.
 cpu_wheel() {
@@ -118,7 +134,7 @@ if [[ -n ${buildx} ]]; then
   [[ -z ${NIBBLE_BUILD_NETWORK:-} ]] ||
     options+=(--set "${target}.network=${NIBBLE_BUILD_NETWORK}" --allow "network.${NIBBLE_BUILD_NETWORK}")
   # Several platforms and attestations only fit in a registry; the local engine gets its own platform.
-  if [[ -n ${push} ]]; then options+=(--push); else options+=(--set "${target}.platform=${platform}" --set "*.attest="); fi
+  if [[ -n ${push} ]]; then options+=(--push); else options+=(--set "${target}.platform=${platform}"); fi
   if [[ -n ${kernels} ]]; then
     options+=(--set "${target}.target=kernels-wheel" --set "${target}.output=type=local,dest=dist/${target}")
   elif [[ -z ${push} ]]; then
@@ -128,6 +144,12 @@ fi
 if [[ ${target} == gb10 && ${platform} != linux/arm64 && (-z ${buildx} || -z ${push}) ]]; then
   die "gb10 is linux/arm64 and this engine builds for ${platform}" "an arm64 engine, or one that emulates arm64" \
     "./build.sh gb10 --remote HOST, or DOCKER_DEFAULT_PLATFORM=linux/arm64 with qemu-user-static installed"
+fi
+# Docker's own builder can do both only with containerd's image store.
+if [[ -n ${buildx} && -n ${push} && $("${engine[@]}" buildx inspect) =~ Driver:\ +docker[[:space:]] &&
+$("${engine[@]}" info --format '{{.DriverStatus}}') != *io.containerd.snapshotter* ]]; then
+  die "this builder cannot push several platforms with an SBOM" "a builder in a container, or containerd's image store" \
+    "docker buildx create --use, or ./build.sh ${target} and scripts/push.sh ${target}"
 fi
 what=${image}
 [[ -z ${kernels} ]] || what="dist/${target}/nibble_kernels-*.whl"
@@ -148,8 +170,14 @@ tag_by_digest() {
 }
 
 if [[ -n ${buildx} ]]; then
-  "${engine[@]}" buildx bake "${options[@]}"
-  [[ -n ${kernels} || -n ${push} ]] || tag_by_digest # a registry has its own digests
+  [[ -z ${push} ]] || written=$(mktemp)
+  ATTEST=${push:-no} "${engine[@]}" buildx bake "${options[@]}" ${push:+--metadata-file "${written}"}
+  if [[ -n ${push} ]]; then
+    echo "${image%:*}@$(sed -n 's/.*"containerimage.digest": "\(sha256:[0-9a-f]*\)".*/\1/p' "${written}")"
+    rm -f "${written}"
+  elif [[ -z ${kernels} ]]; then
+    tag_by_digest
+  fi
   exit
 fi
 options=(--file "docker/Dockerfile.${target}" --progress plain)
@@ -158,5 +186,11 @@ for argument in "${arguments[@]}"; do options+=(--build-arg "${argument}"); done
 for secret in "${secrets[@]}"; do options+=(--secret "${secret}"); done
 [[ -z ${NIBBLE_BUILD_NETWORK:-} ]] || options+=(--network "${NIBBLE_BUILD_NETWORK}")
 DOCKER_BUILDKIT=1 "${engine[@]}" build "${options[@]}" .
-[[ -n ${kernels} ]] || tag_by_digest
-[[ -z ${push} ]] || "${engine[@]}" push "${image}"
+if [[ -n ${push} ]]; then
+  tag_by_digest >/dev/null
+  "${engine[@]}" push --quiet "${image}" >/dev/null
+  # An image has a repository digest only after a push.
+  "${engine[@]}" image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "${image}" | grep -F "${image%:*}@"
+elif [[ -z ${kernels} ]]; then
+  tag_by_digest
+fi

@@ -5,6 +5,10 @@ variable "IMAGE" { default = "nibble" }
 variable "VERSION" { default = "dev" }
 variable "REVISION" { default = "unknown" }
 variable "PATCHES" { default = "none" }
+# `no` for an image that stays in an engine, which has no place for attestations. An empty --set attest= ends buildx 0.13.
+variable "ATTEST" { default = "yes" }
+# An image that lists the packages of a built one. Empty: docker/buildkit-syft-scanner, which comes from Docker Hub.
+variable "SBOM_GENERATOR" { default = "" }
 
 group "default" { targets = ["cpu"] }
 group "gpu" { targets = ["gb10", "sm120", "b200", "hopper"] }
@@ -18,7 +22,10 @@ target "_common" {
     PATCHES  = PATCHES
   }
   # Provenance with mode=max records build arguments, so passwords are always secrets.
-  attest = ["type=provenance,mode=max", "type=sbom"]
+  attest = ATTEST != "yes" ? [] : [
+    "type=provenance,mode=max",
+    SBOM_GENERATOR == "" ? "type=sbom" : "type=sbom,generator=${SBOM_GENERATOR}",
+  ]
 }
 
 target "gb10" {

@@ -2,6 +2,12 @@
 # Pushes images that ./build.sh made and prints them pinned by digest: IMAGE=ghcr.io/you/nibble scripts/push.sh [TARGET...]
 set -euo pipefail
 
+for name in IMAGE_NAME IMAGE_TAG IMAGE_VERSION; do
+  [[ -z ${!name:-} ]] || {
+    echo "error: ${name}=${!name} is of another push script; expected: IMAGE=NAME and targets as tags; try: unset ${name}" >&2
+    exit 2
+  }
+done
 : "${IMAGE:?set IMAGE to the name in your registry, such as ghcr.io/you/nibble}"
 targets=("$@")
 ((${#targets[@]})) || targets=(gb10 sm120 b200 hopper cpu)

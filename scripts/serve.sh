@@ -23,7 +23,7 @@ fi
 gpus=(--gpus all --ipc host)
 if [[ $target == cpu ]]; then gpus=(); fi
 # Only names: docker reads the values itself, so that no secret appears in a command line.
-mapfile -t names < <(compgen -e | grep -E '^(MODEL|HF_|PORT$|GPU_MEM|MAX_|TENSOR_|TP$|DTYPE$|QUANTIZATION$|ATTENTION_BACKEND$|NIBBLE_|VLLM_|NCCL_|PYTORCH_|NUM_GPUS|CUTE_WO)' || true)
+mapfile -t names < <(compgen -e | grep -E '^(MODEL|SERVED_MODEL_NAME|HF_|PORT$|GPU_|SERVE_GPU_UTIL|MAX_|TENSOR_|TP$|DTYPE$|QUANTIZATION$|KV_CACHE_DTYPE$|ATTENTION_BACKEND$|COMPILATION_CONFIG$|SPEC_TOKENS|MTP_TOKENS|STREAM_INTERVAL|SWAP_SPACE|LOG_LEVEL$|NIBBLE_|VLLM_|NVLLM_|NCCL_|PYTORCH_|CUDA_DEVICE_|OMP_NUM_THREADS|SAFETENSORS_|NUM_GPUS|HEAD_IP|WORKER_IP|CUTE_)' || true)
 exec docker run --rm "${gpus[@]}" "${names[@]/#/--env=}" --stop-timeout 60 \
   --publish "127.0.0.1:${PORT:-8000}:${PORT:-8000}" --volume nibble-cache:/var/cache/nibble \
   --volume "${HF_HOME:-$HOME/.cache/huggingface}:/root/.cache/huggingface" "$image" serve "${model[@]}" "$@"

@@ -63,13 +63,36 @@ def cluster_manifest(
     kind: Annotated[str, typer.Argument(help="Kind of manifest: kuberay or lws.")],
     words: Words = None,
     image: Annotated[str, typer.Option(help="Image of every pod.")] = "nibble:b200",
+    shm: Annotated[
+        str | None, typer.Option(help="Maximum size of /dev/shm, such as 16Gi; counts as memory.")
+    ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Cache that outlives pods: the name of a PersistentVolumeClaim, or an absolute"
+            " path on every node. Default: an empty folder for each pod."
+        ),
+    ] = None,
+    rdma: Annotated[
+        str | None,
+        typer.Option(
+            help="Resource of the RDMA device plugin, such as rdma/hca_shared_devices_a or"
+            " nic/rdma=4; the pods then run as root with IPC_LOCK alone."
+        ),
+    ] = None,
+    host_network: Annotated[
+        bool, typer.Option("--host-network", help="Use of the nodes' network by the pods.")
+    ] = False,
 ) -> None:
     """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL
     and FLAGS.
     """
+    from nibble.cli.manifest_options import PodOptions, with_options
     from nibble.cli.manifests import carried, manifest, read_kind, words_for
     from nibble.plan.gather import plan_for, read_wishes
 
     asked = read_wishes(wanted(words, "cluster manifest"), dict(os.environ))
     environ = carried(asked, dict(os.environ))
-    print_json(manifest(read_kind(kind), plan_for(asked), words_for(asked.command), image, environ))
+    words = words_for(asked.command)
+    found = manifest(read_kind(kind), plan_for(asked), words, image, environ)
+    print_json(with_options(found, PodOptions(shm, cache, rdma, host_network)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,7 +21,8 @@ from nibble.machine.targets import TARGET_NAMES, load_target
 from nibble.plan.cluster_ports import firewall_rows
 from nibble.recipes.recipe import list_recipes, load_recipe
 from nibble.recipes.rules import Condition, Rule, load_rules
-from nibble.settings.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES
+from nibble.settings.environment import OTHER_NIBBLE_NAMES
+from nibble.settings.older_guides import DEAD_VARIABLES, Successor
 from nibble.settings.options import Settings, options
 
 
@@ -59,20 +61,25 @@ def owned_table() -> str:
 
 
 def dead_table() -> str:
-    """Variables of old guides and their replacements; `1` stands for the value where the effect
-    depends on it.
-    """
+    """Variables of old guides, each with a value and what nibble does with it."""
     rows = ["| variable | what nibble does |", "|---|---|"]
     for name, successor in DEAD_VARIABLES.items():
-        flags = successor.flags("1")
-        shown = " ".join(f"{flag} {value}" for flag, value in flags.items()) if flags else ""
-        effect = (
-            f"refused: {successor.note}"
-            if flags is None
-            else (f"`{shown}`" if shown else f"ignored: {successor.note}")
-        )
-        rows.append(f"| `{name}` | {effect.replace(' 1`', ' VALUE`')} |")
-    return "\n".join(rows)
+        rows.append(f"| `{name}={successor.examples[-1]}` | {_effect(successor)} |")
+    others = "refused unless 0: of nvllm, whose kernels nibble does not have"
+    return "\n".join([*rows, f"| other names `NVLLM_*` and `CUTE_*` | {others} |"])
+
+
+def _effect(successor: Successor) -> str:
+    example = successor.examples[-1]
+    flags = successor.flags(example)
+    if flags is None:
+        return f"refused: {successor.note}"
+    words = [
+        f"{flag} {json.dumps(value) if isinstance(value, dict) else value}"
+        for flag, value in flags.items()
+    ]
+    words += [f"{name}={value}" for name, value in successor.variables(example).items()]
+    return f"`{' '.join(words)}`" if words else f"ignored: {successor.note}"
 
 
 def ports_table() -> str:

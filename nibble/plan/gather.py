@@ -206,7 +206,8 @@ def _is_demo(folder: Path | None) -> bool:
 def _checked_extra_flags(request: Asked) -> dict[str, Any]:
     """The flags in VLLM_EXTRA_ARGS. Checks the flags and variables of every other layer too."""
     settings, schema, from_file = request.settings, load_schema(), file_flags(request.loaded)
-    check_flags(request.accepted.flags, "the environment", schema)
+    for flag, value in request.accepted.flags.items():
+        check_flags({flag: value}, request.accepted.flag_origins[flag], schema)
     check_flags(from_file, str(settings.config), schema)
     check_file_environment(request.loaded.file_env, str(settings.config), schema.envs)
     words = split_words(settings.vllm_extra_args, "VLLM_EXTRA_ARGS")

@@ -34,7 +34,7 @@ from nibble.recipes.recipe import (
     shape_problems,
 )
 from nibble.recipes.rules import Rule, RuleContext, applying, hits, in_effect, load_rules
-from nibble.settings.environment import DEAD_VARIABLES
+from nibble.settings.older_guides import successor_of
 
 # nibble sets these at run time, a recipe must not: engine.flags.OWNED, and the shape of a cluster.
 OWNED_BY_NIBBLE = frozenset(OWNED) | {
@@ -277,8 +277,8 @@ def _flag_problems(key: str, flag: str, value: Any, schema: Schema) -> Iterator[
 
 
 def _env_problems(key: str, name: str, schema: Schema) -> Iterator[Finding]:
-    if name in DEAD_VARIABLES:
-        flags = DEAD_VARIABLES[name].flags("1") or {}
+    if successor := successor_of(name):
+        flags = successor.flags(successor.examples[-1]) or {}
         yield (
             key,
             f"{name} is a dead variable: vLLM {schema.version} does not read it",

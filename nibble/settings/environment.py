@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from nibble.engine import contract
 from nibble.errors import ExitCode, NibbleError
 from nibble.settings.declare import closest
+from nibble.settings.older_guides import DEAD_VARIABLES, Successor, successor_of
 from nibble.settings.options import options
 
 # Names with nibble's prefix that are not options of the server: installer, image build, and what
@@ -59,80 +60,6 @@ _SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
 
 
 @dataclass(frozen=True)
-class Successor:
-    """What replaces a dead variable: the flags with the meaning of `value`, or None without one."""
-
-    flags: Callable[[str], dict[str, object] | None]
-    note: str = ""
-
-
-def _flag(name: str) -> Successor:
-    return Successor(lambda value: {name: value.lower().replace("-", "_")})
-
-
-def _when_on(flags: dict[str, object], note: str = "") -> Successor:
-    return Successor(
-        lambda value: flags if value.strip().lower() in ("1", "true", "yes", "on") else {}, note
-    )
-
-
-def _gone(note: str) -> Successor:
-    return Successor(lambda value: None, note)
-
-
-# None of these names occurs in vllm 0.32's envs.py (a test compares with the schema of the
-# installed package). In the order of application: a name that sets a backend wins over a switch.
-DEAD_VARIABLES: Mapping[str, Successor] = {
-    "VLLM_USE_FLASHINFER_MOE_FP4": _when_on(
-        {"--moe-backend": "flashinfer_cutlass"}, "0 means vLLM's automatic choice"
-    ),
-    "VLLM_USE_FLASHINFER_MOE_FP8": _when_on(
-        {"--moe-backend": "flashinfer_cutlass"}, "0 means vLLM's automatic choice"
-    ),
-    "VLLM_USE_FLASHINFER_MOE_FP16": _when_on(
-        {"--moe-backend": "flashinfer_cutlass"}, "0 means vLLM's automatic choice"
-    ),
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": _when_on(
-        {"--moe-backend": "flashinfer_trtllm"}, "0 means vLLM's automatic choice"
-    ),
-    "VLLM_FLASHINFER_MOE_BACKEND": Successor(
-        lambda value: {
-            "--moe-backend": (
-                {
-                    "throughput": "flashinfer_cutlass",
-                    "latency": "flashinfer_trtllm",
-                }.get(value, value)
-            )
-        }
-    ),
-    # This one forces the MoE backend, VLLM_NVFP4_GEMM_BACKEND that of dense layers.
-    "VLLM_TEST_FORCE_FP8_MARLIN": _when_on({"--moe-backend": "marlin"}, "0 forced nothing"),
-    "VLLM_USE_NVFP4_CT_EMULATIONS": _when_on({"--linear-backend": "emulation"}, "0 forced nothing"),
-    "VLLM_NVFP4_GEMM_BACKEND": _flag("--linear-backend"),
-    "VLLM_ATTENTION_BACKEND": Successor(lambda value: {"--attention-backend": value.upper()}),
-    "VLLM_USE_TRTLLM_ATTENTION": Successor(
-        lambda value: {
-            "--attention-config": {"use_trtllm_attention": value.strip().lower() in ("1", "true")}
-        }
-    ),
-    "VLLM_USE_V1": Successor(
-        lambda value: {} if value.strip() == "1" else None, "vLLM has only the V1 engine"
-    ),
-    # Of serve scripts; vLLM never read these.
-    "ATTENTION_BACKEND": Successor(lambda value: {"--attention-backend": value.upper()}),
-    "DTYPE": Successor(lambda value: {"--dtype": value}),
-    "QUANTIZATION": Successor(lambda value: {"--quantization": value}),
-    "VLLM_PYTHON": _gone("nibble runs the vLLM beside it"),
-    "VLLM_NVFP4_SPARSE_V7": _gone(
-        "vLLM has no 2:4 sparse NVFP4 kernel; NIBBLE_SPARSE_FP4=on with NIBBLE_LINEAR_KERNEL=nibble"
-        " is nibble's"
-    ),
-    "VLLM_RPC_TIMEOUT": _gone("vLLM 0.32 has no multiprocessing front end"),
-    "VLLM_MEMORY_PROFILE_INCLUDE_ATTN": _gone("memory profiling always includes attention"),
-}
-
-
-@dataclass(frozen=True)
 class Accepted:
     """`environ` for settings and vLLM, flags translated from dead variables, and notices."""
 
@@ -161,14 +88,16 @@ def accept(
                 f"{name} is a Kubernetes service link; nibble ignores it (enableServiceLinks: false"
                 " avoids it)"
             )
-        elif name not in DEAD_VARIABLES and not _is_known(name, known_vllm_names):
+        elif successor_of(name) is None and not _is_known(name, known_vllm_names):
             raise _unknown_name(name, known_vllm_names)
-    for name in DEAD_VARIABLES:
-        if (value := kept.pop(name, "")).strip():
-            new = _translate(name, value)
+    for name in (*DEAD_VARIABLES, *sorted(set(environ) - set(DEAD_VARIABLES))):
+        if (successor := successor_of(name)) and (value := kept.pop(name, "")).strip():
+            new = _translate(name, value, successor)
             flags |= new
             origins |= dict.fromkeys(new, name)
-            notices.append(_translation_notice(name, value, new))
+            variables = successor.variables(value)
+            kept = variables | kept  # today's name wins
+            notices.append(_translation_notice(name, value, new, variables))
     if (host := kept.get("HOST")) and not in_image and not _is_address(host):
         # zsh, tcsh and other shells export HOST=<machine name> without a request of the user.
         del kept["HOST"]
@@ -205,7 +134,7 @@ def check_file_environment(
             raise NibbleError(
                 ExitCode.CONFIG, what=what, action="write the option itself at the top of the file"
             )
-        if name in DEAD_VARIABLES:
+        if successor_of(name):
             action = (
                 "set it in the environment, where nibble translates it, or write vLLM's flag in"
                 " [args]"
@@ -262,23 +191,32 @@ def _unknown_name(name: str, known_vllm_names: Collection[str]) -> NibbleError:
     )
 
 
-def _translate(name: str, value: str) -> dict[str, object]:
-    successor = DEAD_VARIABLES[name]
-    flags = successor.flags(value)
+def _translate(name: str, value: str, successor: Successor) -> dict[str, object]:
+    try:
+        flags = successor.flags(value)
+    except ValueError as error:
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=f"{name} is {value!r}",
+            expected=str(error),
+            action=f"correct or unset {name}",
+        ) from None
     if flags is None:
         what = f"{name}={value} has no effect in vLLM 0.32 and no replacement: {successor.note}"
         raise NibbleError(ExitCode.CONFIG, what=what, action=f"unset {name}")
     return flags
 
 
-def _translation_notice(name: str, value: str, flags: Mapping[str, object]) -> str:
-    if not flags:
-        return (
-            f"vLLM 0.32 does not read {name}={value}; it needs no replacement"
-            f" ({DEAD_VARIABLES[name].note})"
-        )
-    shown = " ".join(f"{flag} {content}" for flag, content in flags.items())
-    return f"vLLM 0.32 does not read {name}={value}; nibble uses {shown}"
+def _translation_notice(
+    name: str, value: str, flags: Mapping[str, object], variables: Mapping[str, str]
+) -> str:
+    words = [f"{flag} {content}" for flag, content in flags.items()]
+    words += [f"{variable}={content}" for variable, content in variables.items()]
+    if not words:
+        successor = successor_of(name)
+        note = f" ({successor.note})" if successor else ""
+        return f"vLLM 0.32 does not read {name}={value}; it needs no replacement{note}"
+    return f"vLLM 0.32 does not read {name}={value}; nibble uses {' '.join(words)}"
 
 
 def _is_address(host: str) -> bool:

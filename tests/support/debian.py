@@ -16,14 +16,15 @@ from tests.support.once import once
 MIRROR = "http://deb.debian.org/debian"
 
 
-def unpacked(name: str, suite: str, packages: Sequence[str]) -> Path:
+def unpacked(name: str, suite: str, packages: Sequence[str], architecture: str = "amd64") -> Path:
     """The folder `name` of the tests' cache with the files of `packages` from `suite`."""
-    return once(CACHE / name, lambda folder: unpack(folder, suite, packages))
+    return once(CACHE / name, lambda folder: unpack(folder, suite, packages, architecture))
 
 
-def unpack(folder: Path, suite: str, packages: Sequence[str]) -> None:
+def unpack(folder: Path, suite: str, packages: Sequence[str], architecture: str = "amd64") -> None:
     """Fetch `packages` and put their files below `folder`."""
-    with urllib.request.urlopen(f"{MIRROR}/dists/{suite}/main/binary-amd64/Packages.xz") as page:
+    place = f"{MIRROR}/dists/{suite}/main/binary-{architecture}/Packages.xz"
+    with urllib.request.urlopen(place) as page:
         index = lzma.decompress(page.read()).decode()
     for package in packages:
         entry = re.search(

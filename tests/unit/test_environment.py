@@ -10,7 +10,8 @@ import pytest
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
-from nibble.settings.environment import DEAD_VARIABLES, OTHER_NIBBLE_NAMES, accept, nibble_names
+from nibble.settings.environment import OTHER_NIBBLE_NAMES, accept, nibble_names
+from nibble.settings.older_guides import DEAD_VARIABLES
 from nibble.settings.options import options
 from nibble.settings.sources import load_settings
 from tests.support.refusals import refusal_of
@@ -130,27 +131,6 @@ def test_the_variables_of_seed_002_become_the_backends_it_meant() -> None:
 def test_a_named_backend_wins_over_a_switch() -> None:
     environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "1", "VLLM_FLASHINFER_MOE_BACKEND": "latency"}
     assert accept(environ, KNOWN, in_image=True).flags == {"--moe-backend": "flashinfer_trtllm"}
-
-
-@pytest.mark.parametrize("name", DEAD_VARIABLES)
-def test_every_translation_is_a_flag_and_choice_of_the_pinned_vllm(name: str) -> None:
-    schema = load_schema()
-    values = {
-        "VLLM_NVFP4_GEMM_BACKEND": ("cutlass", "marlin"),
-        "VLLM_ATTENTION_BACKEND": ("FLASHINFER", "TRITON_ATTN"),
-        "ATTENTION_BACKEND": ("FLASHINFER", "TRITON_ATTN"),
-        "DTYPE": ("bfloat16", "auto"),
-        "QUANTIZATION": ("modelopt_fp4", "compressed-tensors"),
-        "VLLM_FLASHINFER_MOE_BACKEND": ("throughput", "latency"),
-    }.get(name, ("0", "1"))
-    for value in values:
-        for flag, content in (DEAD_VARIABLES[name].flags(value) or {}).items():
-            problems = (
-                schema.check_json(flag, content)
-                if isinstance(content, dict)
-                else [schema.check_value(flag, content)]
-            )
-            assert not [problem for problem in problems if problem], value
 
 
 def test_every_variable_of_a_serve_script_for_rtx_pro_6000_takes_effect_or_is_refused() -> None:

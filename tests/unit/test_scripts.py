@@ -72,6 +72,7 @@ def test_another_model_may_be_named_by_variable_or_argument() -> None:
     assert "acme/other" in run("serve.sh", HF_MODEL="acme/other").stderr
     assert "acme/other" in run("serve.sh", MODEL_PATH="acme/other").stderr
     assert "acme/other" in run("serve-nemotron.sh", "acme/other").stderr
+    assert "acme/other" in run("serve-gemma4.sh", GEMMA4_MODEL_PATH="acme/other").stderr
 
 
 @needs_venv

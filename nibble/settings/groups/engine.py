@@ -63,7 +63,7 @@ class EngineOptions(BaseModel):
         None,
         "Engine",
         "Upper limit of the fraction of GPU memory that vLLM takes.",
-        ("GPU_MEMORY_UTIL", "GPU_MEM_UTIL"),
+        ("GPU_MEMORY_UTIL", "GPU_MEM_UTIL", "SERVE_GPU_UTIL"),
         flag="--gpu-memory-utilization",
         vllm="--gpu-memory-utilization",
         expected="a number above 0 and at most 1",

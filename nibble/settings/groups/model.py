@@ -36,7 +36,7 @@ class ModelOptions(BaseModel):
         "Model",
         "Additional name of the model, or several separated by commas, beside its id and"
         " `default`.",
-        "NIBBLE_SERVED_MODEL_NAME",
+        ("NIBBLE_SERVED_MODEL_NAME", "SERVED_MODEL_NAME"),
         flag="--served-model-name",
         expected="a name",
         min_length=1,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nibble.cli.manifest_options import PodOptions, with_options
 from nibble.cli.manifests import carried, manifest, read_kind, words_for
 from nibble.plan.gather import plan_for, read_wishes
 from tests.support.paths import ROOT
@@ -54,6 +55,18 @@ _RULES = (
     "x-kubernetes-int-or-string",
     "x-kubernetes-preserve-unknown-fields",
 )
+
+
+# Every option of `nibble cluster manifest`, with a claim and with a folder.
+OPTIONS = (
+    PodOptions("16Gi", "nibble-cache", "rdma/hca_shared_devices_a=4", True),
+    PodOptions(cache="/srv/nibble"),
+)
+
+
+def variants(kind: str) -> list[dict[str, Any]]:
+    """A manifest without options, and with all of them."""
+    return [made(kind), *(with_options(made(kind), options) for options in OPTIONS)]
 
 
 def made(kind: str, *words: str, **environ: str) -> dict[str, Any]:
@@ -116,6 +129,7 @@ def strict(node: Any) -> Any:
 if __name__ == "__main__":
     texts = dict(zip(PLACES, map(Path, sys.argv[1:]), strict=True))
     kept = {
-        kind: part(published(texts[kind].read_text(), made(kind)), [made(kind)]) for kind in PLACES
+        kind: part(published(texts[kind].read_text(), made(kind)), variants(kind))
+        for kind in PLACES
     }
     KEPT.write_text(json.dumps(kept, separators=(",", ":"), sort_keys=True) + "\n")
