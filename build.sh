@@ -2,7 +2,7 @@
 # Builds an image of nibble: ./build.sh TARGET [--from source|wheel] [--remote HOST] [--push]
 # or nibble-kernels' wheel alone, into dist/TARGET, where `make setup` finds it: ./build.sh TARGET --kernels [--remote HOST]
 # TARGET is one of gb10, sm120, b200, hopper, cpu; the image is $IMAGE:TARGET (IMAGE defaults to nibble).
-# Also read: BASE_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host; NIBBLE_BUILD_WHEELS,
+# Also read: BASE_IMAGE, COMPILERS_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host; NIBBLE_BUILD_WHEELS,
 # a folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE, which reach the build as secrets, not as layers.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -94,7 +94,7 @@ platform=${DOCKER_DEFAULT_PLATFORM:-linux/${engine_arch}} # Docker's own variabl
 
 arguments=("VLLM_FROM=${from}" "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)")
 arguments+=("REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
-for name in BASE_IMAGE RUNTIME_IMAGE MAX_JOBS DEMO_MODEL; do
+for name in BASE_IMAGE COMPILERS_IMAGE RUNTIME_IMAGE MAX_JOBS DEMO_MODEL; do
   [[ -z ${!name:-} ]] || arguments+=("${name}=${!name}")
 done
 [[ -z ${NIBBLE_TORCH_INDEX:-} ]] || arguments+=("TORCH_INDEX=${NIBBLE_TORCH_INDEX}")
