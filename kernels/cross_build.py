@@ -47,7 +47,12 @@ def cuda_home() -> str | None:
         return home
     for nvcc in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
         # PATH may have a script that calls nvcc; its folder has no toolkit.
-        if nvcc and (home := Path(nvcc).resolve().parents[1]).joinpath("include/cuda_runtime.h").is_file():
+        if (
+            nvcc
+            and (home := Path(nvcc).resolve().parents[1])
+            .joinpath("include/cuda_runtime.h")
+            .is_file()
+        ):
             return str(home)
     return None
 
@@ -94,9 +99,8 @@ class CrossBuildExtension(build_ext):
         defined = f"-DTORCH_EXTENSION_NAME={ext.name.rpartition('.')[2]}"
         cxx = os.environ["CXX"].split()
         if source.suffix == ".cu":
-            # nvcc takes a compiler without arguments; a launcher such as ccache stays out.
-            # For a foreign compiler nvcc looks for headers in a folder that only a toolkit for cross
-            # compiling has; the headers are the same.
+            # nvcc takes a compiler without a launcher (ccache). With a foreign one it looks for
+            # headers where only toolkits for cross compiling have them; they are the same.
             home = cuda_home()
             command = [f"{home}/bin/nvcc", "-ccbin", cxx[-1], "-Xcompiler", "-fPIC"]
             command += [f"-I{home}/include", f"-I{home}/include/cccl"]

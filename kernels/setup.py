@@ -20,7 +20,11 @@ import cross_build
 
 if target := cross_build.target_packages():
     # For another processor than this one's: see cross_build.py.
-    BuildExtension, CppExtension, CUDAExtension = cross_build.CrossBuildExtension, Extension, Extension
+    BuildExtension, CppExtension, CUDAExtension = (
+        cross_build.CrossBuildExtension,
+        Extension,
+        Extension,
+    )
     cuda_home, cuda_version = cross_build.cuda_home(), cross_build.cuda_version(target)
 else:
     import torch

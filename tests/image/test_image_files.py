@@ -90,7 +90,9 @@ def test_gpu_dockerfiles_differ_in_their_target_only(target: str) -> None:
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_images_for_gpus_carry_flashinfers_sampling_kernels(target: str) -> None:
-    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM )", dockerfile(target), re.M | re.S))
+    stages = dict(
+        re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM )", dockerfile(target), re.M | re.S)
+    )
     assert (
         f"python /steps/build_flashinfer.py {target} /flashinfer\n" in stages["flashinfer-commands"]
     )
