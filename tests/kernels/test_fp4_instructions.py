@@ -292,7 +292,7 @@ def test_no_kernel_spills_or_takes_more_shared_memory_than_sm12x_has(
 def test_every_loop_issues_faster_than_its_bytes_are_read(
     loop: issue_model.Loop, compile_for: Compiler
 ) -> None:
-    """By at least 1.3 on a GB10 and an RTX PRO 6000: the prediction of docs/kernels/blackwell.md."""
+    """By 1.3 on a GB10 and an RTX PRO 6000: the prediction of docs/kernels/blackwell.md."""
     kernels = dict(sass_functions(compile_for("120f", loop.source)[1]))
     found = issue_model.instructions(issue_model.body_of(loop, kernels), loop.opcode)
     for gpu in issue_model.GPUS:
