@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 
 from setuptools import Extension
@@ -59,7 +58,10 @@ def cuda_home() -> str | None:
 
 def cuda_version(packages: Path) -> str | None:
     """CUDA's version of the target's torch, None for a CPU build of it."""
-    return runpy.run_path(str(packages / "torch/version.py"))["cuda"]
+    version = packages / "torch/version.py"
+    if not version.is_file():
+        sys.exit(f"error: no torch in {VARIABLE}={packages}; expected: a site-packages folder")
+    return runpy.run_path(str(version))["cuda"]
 
 
 def platform_tag() -> str:
@@ -68,20 +70,13 @@ def platform_tag() -> str:
     if not compiler:
         sys.exit(f"error: {VARIABLE} without CXX; expected: the cross compiler in CXX")
     machine = subprocess.run(
-        [*compiler.split(), "-dumpmachine"], capture_output=True, text=True, check=True
+        [compiler, "-dumpmachine"], capture_output=True, text=True, check=True
     ).stdout
     return f"linux_{machine.partition('-')[0]}"
 
 
 class CrossBuildExtension(build_ext):
     """Compiles every source by itself, as many at once as MAX_JOBS or this machine's cores."""
-
-    @cached_property
-    def packages(self) -> Path:
-        packages = target_packages()
-        if packages is None or not (packages / "torch/lib").is_dir():
-            sys.exit(f"error: no torch in {VARIABLE}={packages}; expected: a site-packages folder")
-        return packages
 
     def build_extension(self, ext: Extension) -> None:
         output = Path(self.get_ext_fullpath(ext.name))
@@ -94,19 +89,19 @@ class CrossBuildExtension(build_ext):
     def _compile(self, ext: Extension, source: Path) -> Path:
         made = Path(self.build_temp, source).with_suffix(f"{source.suffix}.o")
         made.parent.mkdir(parents=True, exist_ok=True)
-        include = self.packages / "torch/include"
+        include = Path(os.environ[VARIABLE], "torch/include")
         folders = [*ext.include_dirs, include, include / "torch/csrc/api/include"]
         defined = f"-DTORCH_EXTENSION_NAME={ext.name.rpartition('.')[2]}"
-        cxx = os.environ["CXX"].split()
+        compiler = os.environ["CXX"]
         if source.suffix == ".cu":
-            # nvcc takes a compiler without a launcher (ccache). With a foreign one it looks for
-            # headers where only toolkits for cross compiling have them; they are the same.
+            # With a foreign compiler nvcc looks for headers where only toolkits for cross compiling
+            # have them; they are the same.
             home = cuda_home()
-            command = [f"{home}/bin/nvcc", "-ccbin", cxx[-1], "-Xcompiler", "-fPIC"]
+            command = [f"{home}/bin/nvcc", "-ccbin", compiler, "-Xcompiler", "-fPIC"]
             command += [f"-I{home}/include", f"-I{home}/include/cccl"]
             command += [*TORCH_NVCC_FLAGS, *ext.extra_compile_args["nvcc"]]
         else:
-            command = [*cxx, "-fPIC", "-DNDEBUG", "-fwrapv", *ext.extra_compile_args["cxx"]]
+            command = [compiler, "-fPIC", "-DNDEBUG", "-fwrapv", *ext.extra_compile_args["cxx"]]
         command += [f"-I{folder}" for folder in folders]
         self._run([*command, defined, "-c", str(source), "-o", str(made)])
         return made
@@ -115,8 +110,9 @@ class CrossBuildExtension(build_ext):
         libraries = list(TORCH_LIBRARIES)
         if any(source.endswith(".cu") for source in ext.sources):
             libraries += CUDA_LIBRARIES
-        folders = [self.packages / "torch/lib", self.packages / "nvidia/cu13/lib"]
-        command = [*os.environ["CXX"].split(), "-shared", "-Wl,--no-undefined", "-Wl,--as-needed"]
+        packages = Path(os.environ[VARIABLE])
+        folders = [packages / "torch/lib", packages / "nvidia/cu13/lib"]
+        command = [os.environ["CXX"], "-shared", "-Wl,--no-undefined", "-Wl,--as-needed"]
         command += ["-Wl,--allow-shlib-undefined", *map(str, objects)]
         command += [f"-L{folder}" for folder in folders] + [f"-l{name}" for name in libraries]
         self._run([*command, "-o", str(output)])

@@ -18,14 +18,12 @@ from setuptools.command.build_py import build_py
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cross_build
 
+wheel_options = {"py_limited_api": "cp311"}
 if target := cross_build.target_packages():
-    # For another processor than this one's: see cross_build.py.
-    BuildExtension, CppExtension, CUDAExtension = (
-        cross_build.CrossBuildExtension,
-        Extension,
-        Extension,
-    )
+    wheel_options["plat_name"] = cross_build.platform_tag()
     cuda_home, cuda_version = cross_build.cuda_home(), cross_build.cuda_version(target)
+    BuildExtension = cross_build.CrossBuildExtension
+    CppExtension = CUDAExtension = Extension
 else:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
@@ -106,9 +104,6 @@ else:
     why = "no C++ compiler here" if wanted else "NIBBLE_KERNELS_COMPILE=0"
     print(f"nibble-kernels: {why}, so only the plain torch code is installed")
 
-wheel_options = {"py_limited_api": "cp311"}
-if target:
-    wheel_options["plat_name"] = cross_build.platform_tag()
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": BuildExtension, "build_py": BuildWithSources},
