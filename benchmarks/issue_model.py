@@ -187,7 +187,7 @@ def print_measured(report: Report, gpu: Gpu) -> None:
 def main() -> None:
     from test_fp4_instructions import compile_source, sass_functions
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--selftest", type=Path, metavar="FILE", help="`nibble selftest --out`")
     path = parser.parse_args().selftest
     report = read_report(path)[0] if path else None

@@ -18,7 +18,8 @@ if [[ ${target} != cpu ]]; then
   export TORCH_CUDA_ARCH_LIST
 fi
 NIBBLE_KERNELS_TARGET_PACKAGES="$(echo /opt/venv/lib/python3*/site-packages)"
-export NIBBLE_KERNELS_TARGET_PACKAGES CXX="$(target_machine)-linux-gnu-g++"
+CXX="$(target_machine)-linux-gnu-g++"
+export NIBBLE_KERNELS_TARGET_PACKAGES CXX
 cp -r /kernels /tmp/kernels # the bind mount is read-only, and setuptools writes into the source folder
 /opt/venv/bin/python -m pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheelhouse /tmp/kernels
 rm -r /tmp/kernels
