@@ -2,8 +2,8 @@
 # Builds an image of nibble: ./build.sh TARGET [--from source|wheel] [--remote HOST] [--push]
 # or nibble-kernels' wheel alone, into dist/TARGET, where `make setup` finds it: ./build.sh TARGET --kernels [--remote HOST]
 # TARGET is one of gb10, sm120, b200, hopper, cpu; the image is $IMAGE:TARGET (IMAGE defaults to nibble).
-# Also read: BASE_IMAGE, COMPILERS_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host; NIBBLE_BUILD_WHEELS,
-# a folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE, which reach the build as secrets, not as layers.
+# Also read: BASE_IMAGE, COMPILERS_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host;
+# NIBBLE_BUILD_WHEELS, a folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE, as secrets, not as layers.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -127,7 +127,7 @@ if [[ -n ${buildx} ]]; then
 fi
 if [[ ${target} == gb10 && ${platform} != linux/arm64 && (-z ${buildx} || -z ${push}) ]]; then
   die "gb10 is linux/arm64 and this engine builds for ${platform}" "an arm64 engine, or one that emulates arm64" \
-    "./build.sh gb10 --remote HOST, or DOCKER_DEFAULT_PLATFORM=linux/arm64 with qemu-user-static installed"
+    "./build.sh gb10 --remote HOST, or DOCKER_DEFAULT_PLATFORM=linux/arm64 with QEMU 10 (qemu-user-binfmt)"
 fi
 what=${image}
 [[ -z ${kernels} ]] || what="dist/${target}/nibble_kernels-*.whl"
