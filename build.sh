@@ -91,6 +91,8 @@ fi
 engine_arch=$("${engine[@]}" version --format '{{.Server.Arch}}') ||
   die "no Docker engine answers" "a running engine" "./setup/docker_engine.sh up, or --remote HOST"
 platform=${DOCKER_DEFAULT_PLATFORM:-linux/${engine_arch}} # Docker's own variable
+# The wheel's stages cross-compile, so no Arm program runs.
+[[ -z ${kernels} || ${target} != gb10 || ${from} != wheel ]] || platform=linux/arm64
 
 arguments=("VLLM_FROM=${from}" "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)")
 arguments+=("REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
@@ -147,7 +149,7 @@ if [[ -n ${buildx} ]]; then
   [[ -n ${kernels} || -n ${push} ]] || tag_by_digest # a registry has its own digests
   exit
 fi
-options=(--file "docker/Dockerfile.${target}" --progress plain)
+options=(--file "docker/Dockerfile.${target}" --progress plain --platform "${platform}")
 if [[ -n ${kernels} ]]; then options+=(--target kernels-wheel --output "dist/${target}"); else options+=(--tag "${image}"); fi
 for argument in "${arguments[@]}"; do options+=(--build-arg "${argument}"); done
 for secret in "${secrets[@]}"; do options+=(--secret "${secret}"); done
