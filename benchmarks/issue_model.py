@@ -71,7 +71,7 @@ SPARSE_X = 4 * 60  # a chunk's x is put in order by four warps' iterations of ab
 NEEDED = 1.3  # what a loop should be able to issue, as a multiple of its bytes' time
 
 
-def _decode(what: str, source: str) -> tuple[Loop, ...]:
+def _decode(what: str, source: str, forms: tuple[int, ...]) -> tuple[Loop, ...]:
     return tuple(
         Loop(
             f"{what}, {8 * n} tokens{kind}",
@@ -81,13 +81,13 @@ def _decode(what: str, source: str) -> tuple[Loop, ...]:
             TILE,
         )
         for operand, kind in (("Half", ""), ("Bfloat", ", BF16 products"))
-        for n in (1, 2, 4)
+        for n in forms
     )
 
 
 LOOPS = (
-    *_decode("W4A16", "nvfp4_linear"),
-    *_decode("experts", "nvfp4_moe"),
+    *_decode("W4A16", "nvfp4_linear", (1, 2, 4)),
+    *_decode("experts", "nvfp4_moe", (1, 2)),
     *(
         Loop(
             f"W4A4, {n} tokens a tile",
