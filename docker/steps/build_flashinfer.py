@@ -16,7 +16,8 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
-# cuRAND's headers from torch's wheels, for a base image whose toolkit has none.
+# cuRAND's headers from torch's wheels, for a base image whose toolkit has none. -isystem, so that the
+# toolkit's own headers, which belong to its nvcc, come first.
 HEADERS = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include"
 
 
@@ -30,7 +31,7 @@ def main(target: str, folder: Path) -> None:
         "CXX": compiler,
         "CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda"),
         "FLASHINFER_CUDA_ARCH_LIST": " ".join(data["capabilities"]),
-        "FLASHINFER_EXTRA_CUDAFLAGS": f"-I{HEADERS}",
+        "FLASHINFER_EXTRA_CUDAFLAGS": f"-isystem {HEADERS}",
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}/link",
         "FLASHINFER_WORKSPACE_BASE": str(folder),
     }
