@@ -16,7 +16,7 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
-# cuRAND's headers from torch's wheels, for a base image whose toolkit has none. -isystem, so that the
+# cuRAND's headers from torch's wheels, for a base image whose toolkit has none. -isystem: the
 # toolkit's own headers, which belong to its nvcc, come first.
 HEADERS = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include"
 
