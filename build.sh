@@ -136,12 +136,17 @@ what=${image}
 echo "building ${what} (vLLM from ${from}) with ${engine[*]}" >&2
 
 # A second tag with the digest keeps this build when a later one takes the name: nibble rollback.
+# Of these the newest three stay, each several GB; one that a container uses stays too.
 tag_by_digest() {
-  local id
+  local id old
   id=$("${engine[@]}" image inspect --format '{{.Id}}' "${image}")
   id=${id#sha256:}
   "${engine[@]}" tag "${image}" "${image}-${id:0:12}"
   echo "${image}-${id:0:12}"
+  "${engine[@]}" image ls --format '{{.Repository}}:{{.Tag}}' --filter "reference=${image}-*" | tail -n +4 |
+    while read -r old; do
+      "${engine[@]}" image rm "${old}" >/dev/null 2>&1 && echo "removed ${old}, an older build" >&2
+    done || true
 }
 
 if [[ -n ${buildx} ]]; then

@@ -51,7 +51,9 @@ start() {
   mkdir -p "$state/data" "$state/exec"
   # A killed engine leaves its pid file, with which dockerd refuses to start.
   [[ -f $pidfile ]] && ! kill -0 "$(<"$pidfile")" 2>/dev/null && rm -f "$pidfile"
-  setsid dockerd --data-root "$state/data" --exec-root "$state/exec" --pidfile "$pidfile" \
+  # Without a limit every changed source adds a layer of several GB to the build cache.
+  echo '{"builder": {"gc": {"enabled": true, "defaultKeepStorage": "8GB"}}}' >"$state/daemon.json"
+  setsid dockerd --config-file "$state/daemon.json" --data-root "$state/data" --exec-root "$state/exec" --pidfile "$pidfile" \
     -H "unix://$socket" >"$log" 2>&1 </dev/null &
   local i
   for ((i = 0; i < 120; i++)); do

@@ -177,19 +177,8 @@ class Installation:
         )
 
     def _make_venv(self) -> None:
-        free, needed = self._free_bytes(), pins.DISK_BYTES[self.runtime.value]
-        if free < needed:
-            raise SetupError(
-                7,
-                f"{free / 1e9:.1f} GB are free where {self.venv} goes",
-                f"{needed / 1e9:.0f} GB",
-                "free some, or pass --venv on another disk",
-            )
+        venv.check_folder(self.venv, pins.DISK_BYTES[self.runtime.value])
         venv.make(self.venv)
-
-    def _free_bytes(self) -> int:
-        folder = next(parent for parent in self.venv.parents if parent.exists())
-        return shutil.disk_usage(folder).free
 
     def _install_cpu_torch(self) -> None:
         for source in self.torch_sources:

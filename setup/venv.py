@@ -45,8 +45,8 @@ def is_ours(venv: Path) -> bool:
     return not venv.exists() or (venv / "pyvenv.cfg").is_file() or not any(venv.iterdir())
 
 
-def make(venv: Path) -> None:
-    """Create a new virtual environment with pip, replacing an existing one."""
+def check_folder(venv: Path, needed_bytes: int) -> None:
+    """Refuse a folder that holds something else (exit 5), then a disk without room (exit 7)."""
     if not is_ours(venv):
         raise SetupError(
             5,
@@ -54,6 +54,20 @@ def make(venv: Path) -> None:
             "one, or nothing, there",
             "move it or pass --venv",
         )
+    free_bytes = shutil.disk_usage(next(place for place in venv.parents if place.exists())).free
+    if free_bytes < needed_bytes:
+        raise SetupError(
+            7,
+            f"{free_bytes / 1e9:.1f} GB are free where {venv} goes",
+            f"{needed_bytes / 1e9:.0f} GB",
+            "free some, or pass --venv on another disk",
+        )
+
+
+def make(venv: Path) -> None:
+    """Create a new virtual environment with pip, replacing an existing one. Call `check_folder`
+    first.
+    """
     python = _outside(venv)
     shutil.rmtree(venv, ignore_errors=True)
     if _run(python, "-m", "venv", str(venv)) == 0:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -37,6 +39,8 @@ TOGETHER = {
 }
 TESTS = Path(__file__).parent
 
+NEEDED_BYTES = 6 << 30  # an image, a cache and pytest's folders, all at once
+
 left_out = pytest.StashKey[dict[str, list[str]]]()
 seconds = pytest.StashKey[defaultdict[str, float]]()
 turns = pytest.StashKey[Turns]()
@@ -52,10 +56,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests start hundreds of processes of the same files
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     serving.vllm_cache()
+    _check_disk(Path(tempfile.gettempdir()))
     config.stash[left_out] = {}
     config.stash[seconds] = defaultdict(float)
     if (told := getattr(config, "workerinput", None)) is not None:  # one process of several
         config.stash[turns] = Turns(Path(told["turns"]))
+
+
+def _check_disk(folder: Path) -> None:
+    """One clear line instead of tests that fail because nibble refuses a full disk."""
+    if (free_bytes := shutil.disk_usage(folder).free) < NEEDED_BYTES:
+        pytest.exit(
+            f"only {free_bytes >> 20} MiB of disk are free in {folder}; expected"
+            f" {NEEDED_BYTES >> 30} GiB; free some (`docker system prune`, old pytest folders)",
+            returncode=4,
+        )
 
 
 def _folder(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import sys
@@ -195,7 +196,7 @@ class _Headless:
             """Also records the processes that `Engine.kill_at_once` kills. An event keeps the
             order: an error queued before is raised first.
             """
-            if lost := engine.first_death(over):
+            for lost in itertools.islice(engine.deaths(over), 1):
                 self._lost, self._lost_at = lost, time.monotonic()
                 self._events.put(Told(lost))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from nibble.cluster.member import WORKER_TITLES, End, Member
 from nibble.cluster.node import ranks_by_pid
-from nibble.machine.process_table import family
-from nibble.machine.processes import first_end
+from nibble.machine.process_table import family, own_titles
+from nibble.machine.processes import ends
 from nibble.serve.failures import part_ended
 from nibble.serve.watchdog import Governor
 
@@ -31,11 +31,12 @@ class RayWorkers:
 
         def workers() -> dict[int, str]:
             processes = family(session)
-            return {p.pid: str(p.pid) for p in processes if p.name.startswith(WORKER_TITLES)}
+            named = own_titles(
+                processes, lambda one: one.name if one.name.startswith(WORKER_TITLES) else None
+            )
+            return {pid: str(pid) for pid in named}
 
-        while not over.is_set():
-            if (ended := first_end(workers, over)) is None:
-                return
+        for ended in ends(workers, over):
             at, pid, ranks = time.monotonic(), int(ended), ranks_by_pid(self.proof)
             name = f"rank {ranks[pid]} of the model" if pid in ranks else "a vLLM worker process"
             why = part_ended(f"{name} (pid {pid})", "", governor.kernel_has_killed())

@@ -16,15 +16,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import IO
 
 from nibble.engine.guardian import MARK, Guardian
-from nibble.machine.process_table import engine_title, family, is_resource_tracker, kill_family
-from nibble.machine.processes import become_subreaper, die_with_parent, first_end
+from nibble.machine.process_table import (
+    engine_title,
+    family,
+    is_resource_tracker,
+    kill_family,
+    own_titles,
+)
+from nibble.machine.processes import become_subreaper, die_with_parent, ends
 
 _CHUNK_BYTES = 1 << 16
 API_SERVER = (  # part of the title of each, where there are several (vllm 0.32 v1/utils.py:524)
@@ -144,7 +150,7 @@ class Engine:
             self._child.send_signal(signal.SIGTERM)
 
     def kill_at_once(self) -> None:
-        """SIGKILL without a look at any process: to those `first_death` saw last, else to the
+        """SIGKILL without a look at any process: to those `deaths` saw last, else to the
         process group.
 
         Python's resource trackers live on, to remove the shared memory. `kill` finds what was
@@ -172,19 +178,19 @@ class Engine:
         """Whether the API process is gone."""
         return not any(process.pid == self.pid for process in family(self.pid))
 
-    def first_death(self, over: threading.Event) -> str | None:
-        """Wait until a vLLM process below the API server ends; returns its title and pid, or None
-        once `over`.
+    def deaths(self, over: threading.Event) -> Iterator[str]:
+        """The title and pid of each vLLM process below the API server, when it ends, until
+        `over`.
         """
 
         def find() -> dict[int, str]:
-            pids = [one.pid for one in family(self.pid) if one.pid != self._guardian.pid]
-            self._doomed = tuple(pid for pid in pids if not is_resource_tracker(pid))
-            titles = {pid: engine_title(pid) for pid in pids if pid != self.pid}
-            return {pid: f"{title} (pid {pid})" for pid, title in titles.items() if title}
+            processes = [one for one in family(self.pid) if one.pid != self._guardian.pid]
+            self._doomed = tuple(one.pid for one in processes if not is_resource_tracker(one.pid))
+            titles = own_titles(processes, lambda one: engine_title(one.pid))
+            return {pid: f"{own} (pid {pid})" for pid, own in titles.items() if pid != self.pid}
 
         try:
-            return first_end(find, over)
+            yield from ends(find, over)
         finally:
             self._doomed = ()  # the watch ends: another process may soon have such a pid
 

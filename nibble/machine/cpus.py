@@ -27,6 +27,7 @@ class ComputeCores:
     cpus: tuple[int, ...]
     threads: int
     reason: str
+    numa_nodes: int = 1  # with usable cores; the threads are those of one
 
 
 def compute_cores(root: Path = Path("/"), allowed: Iterable[int] | None = None) -> ComputeCores:
@@ -39,7 +40,8 @@ def compute_cores(root: Path = Path("/"), allowed: Iterable[int] | None = None) 
     system = root / "sys/devices/system"
     cores = _cores(usable, system)
     notes: list[str] = []
-    node = _largest_node(cores, system)
+    of_nodes = _by_node(cores, system)
+    node = max(of_nodes, key=len, default=[]) or cores
     if len(node) < len(cores):
         notes.append(f"on one NUMA node of {len(cores)}")
     fast = _fast(node, system, root)
@@ -52,7 +54,7 @@ def compute_cores(root: Path = Path("/"), allowed: Iterable[int] | None = None) 
         notes.append(f"of which the cgroup's quota gives {quota:g}")
     what = f"{count} physical core{'s' * (count != 1)}"
     cpus = tuple(sorted(cpu for core in fast for cpu in core))
-    return ComputeCores(cpus, threads, ", ".join((what, *notes)))
+    return ComputeCores(cpus, threads, ", ".join((what, *notes)), max(1, len(of_nodes)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -81,11 +83,10 @@ def _cores(usable: set[int], system: Path) -> list[frozenset[int]]:
     return list(found.values())
 
 
-def _largest_node(cores: list[frozenset[int]], system: Path) -> list[frozenset[int]]:
-    """The cores of the NUMA node that has most of them."""
+def _by_node(cores: list[frozenset[int]], system: Path) -> list[list[frozenset[int]]]:
+    """The cores of each NUMA node that has some."""
     nodes = [_cpu_list(_text(path)) for path in sorted(system.glob("node/node*/cpulist"))]
-    of_nodes = [[core for core in cores if core & node] for node in nodes]
-    return max(of_nodes, key=len, default=[]) or cores
+    return list(filter(None, ([core for core in cores if core & node] for node in nodes)))
 
 
 def _fast(cores: list[frozenset[int]], system: Path, root: Path) -> list[frozenset[int]]:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -113,6 +113,19 @@ def engine_title(pid: int) -> str | None:
     """The title that vLLM set for its process (`VLLM::EngineCore`), or None for any other."""
     title = next(iter(_words(pid)), "").strip()
     return title if title.startswith("VLLM::") else None
+
+
+def own_titles(
+    processes: Sequence[Process], title: Callable[[Process], str | None]
+) -> dict[int, str]:
+    """The processes (pid -> title) that have a title which is not their parent's too.
+
+    A forked child has its parent's title until it executes a program or sets its own; its end means
+    nothing.
+    """
+    titles = {one.pid: found for one in processes if (found := title(one))}
+    parents = {one.pid: one.parent for one in processes}
+    return {pid: own for pid, own in titles.items() if titles.get(parents[pid]) != own}
 
 
 def _words(pid: int) -> list[str]:

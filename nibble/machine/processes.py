@@ -118,35 +118,42 @@ def reap() -> None:
             pass
 
 
-def first_end(find: Callable[[], Mapping[int, str]], over: threading.Event) -> str | None:
-    """Wait until one of the processes that `find` names (pid -> name) ends; returns its name, or
-    None once `over`.
+def ends(find: Callable[[], Mapping[int, str]], over: threading.Event) -> Iterator[str]:
+    """The names of the processes that `find` names (pid -> name), each when it ends, until `over`.
 
-    `find` is called every second. A process counts from the second call on: between fork and exec a
-    child has its parent's title. It also returns None where the kernel has no pidfd_open (before
-    Linux 5.3).
+    `find` is called at least every second, and what it named stays watched between two ends.
+    Nothing comes where the kernel has no pidfd_open (before Linux 5.3).
     """
-    known: dict[int, str] = {}  # descriptor of a process -> how to name it
-    poll, watched, seen = select.poll(), set[int](), set[int]()
+    watched: dict[int, int] = {}  # pid -> its descriptor
+    known: dict[int, tuple[int, str]] = {}  # descriptor -> pid and name
+    poll = select.poll()
+
+    def forget(descriptor: int) -> str:
+        pid, name = known.pop(descriptor)
+        del watched[pid]
+        poll.unregister(descriptor)
+        os.close(descriptor)
+        return name
+
     try:
         while not over.is_set():
-            named = find()
-            for pid in (named.keys() & seen) - watched:
+            for pid, name in find().items():
+                if pid in watched:
+                    continue
                 try:
-                    known[descriptor := os.pidfd_open(pid)] = named[pid]
+                    descriptor = os.pidfd_open(pid)
                 except ProcessLookupError:  # it ended since the look
-                    return named[pid]
+                    yield name
+                    continue
+                watched[pid], known[descriptor] = descriptor, (pid, name)
                 poll.register(descriptor, select.POLLIN)
-                watched.add(pid)
-            seen = set(named)
             for descriptor, _ in poll.poll(_LOOK_FOR_PROCESSES_MS):
-                return known[descriptor]
+                yield forget(descriptor)
     except OSError:
         pass
     finally:
         for descriptor in known:
             os.close(descriptor)
-    return None
 
 
 @contextlib.contextmanager

@@ -30,7 +30,8 @@ _PROMPT_RATE = 60e9
 _ATTENTION = {"full_attention", "sliding_attention"}
 _LEAST_TOKENS, _MOST_TOKENS = 256, 2048  # vLLM's default on a CPU (vllm 0.32 arg_utils.py:2975)
 # A user who divides the cores wants the worker process that vLLM binds to them.
-_USERS_DIVISION = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_USERS_DIVISION = (BIND, "VLLM_CPU_NUM_OF_RESERVED_CPU")
 
 
 # Whose layers the plugin computes as a few operators (engine/plugin/cpu_decoder.py).
@@ -79,9 +80,9 @@ def is_one_process(
 
 
 def cpu_environment(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topology) -> Choices:
-    """Variables for one process with all cores; none where vLLM's worker process stays."""
+    """Variables for one process with all cores, or for several that share them."""
     if not is_one_process(inputs.target, args, inputs.environ, topology):
-        return {}
+        return _shared_cores(inputs, topology)
     together = "engine and worker are one process: no core is kept for waiting"
     forked = "the engine forks from the server, which has imported all modules"
     found = {ONE_PROCESS: Choice("0", OURS, together), START_METHOD: Choice("fork", OURS, forked)}
@@ -90,6 +91,21 @@ def cpu_environment(inputs: PlanInputs, args: Mapping[str, Choice], topology: To
     if has_operators(inputs, args) and _EAGER in args and args[_EAGER].value is True:
         found[SPINS] = Choice(_FEW_SPINS, OURS, "torch's threads leave the cores to the operators'")
     return found
+
+
+def _shared_cores(inputs: PlanInputs, topology: Topology) -> Choices:
+    """Threads of ranks that are more than the NUMA nodes, to each of which vLLM would bind one."""
+    cores, ranks = inputs.hardware.compute, topology.ranks_here
+    is_users = any(inputs.environ.get(name) for name in (*_USERS_DIVISION, THREADS))
+    if inputs.target.device != "cpu" or cores is None or is_users or ranks <= cores.numa_nodes:
+        return {}
+    nodes = f"{cores.numa_nodes} NUMA node{'s' * (cores.numa_nodes != 1)}"
+    why = f"vLLM binds one rank to a NUMA node; {ranks} ranks share {nodes}"
+    threads = max(1, cores.threads * cores.numa_nodes // ranks)
+    return {
+        BIND: Choice("nobind", OURS, why),
+        THREADS: Choice(str(threads), OURS, f"of each of {ranks} ranks on {cores.reason}"),
+    }
 
 
 def prompt_chunk(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choices:

@@ -387,9 +387,9 @@ class Supervisor:
         """Record the first vLLM process that ends, and end the rest if vLLM is broken without it
         and stays.
         """
-        while (
-            lost := self._engine.first_death(self._over)
-        ) and self._admission.state != "draining":
+        for lost in self._engine.deaths(self._over):
+            if self._admission.state == "draining":
+                return
             self._lost = lost
             if self._watch is not None:
                 self._watch.died_here()

@@ -1,18 +1,20 @@
 """The queue of a worker's answers is as large as VLLM_MQ_MAX_CHUNK_BYTES_MB says, and larger
-messages arrive all the same.
+messages arrive all the same; on a CPU its readers sleep.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor import multiproc_executor as executor
 
 from nibble.engine.contract import CHUNK_MIB
-from nibble.engine.plugin.queues import size_answer_queue
+from nibble.engine.plugin.queues import size_answer_queue, wait_without_a_loop
 
 multiproc_executor: Any = executor
 
@@ -23,6 +25,16 @@ VLLMS_OWN_BYTES = 24 << 20
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiproc_executor, "MessageQueue", MessageQueue)
+
+
+def reader_of(queue: Any) -> Any:
+    """The only reader of a queue in this process, both ready."""
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    ready = threading.Thread(target=reader.wait_until_ready)
+    ready.start()
+    queue.wait_until_ready()
+    ready.join(timeout=10)
+    return reader
 
 
 def test_without_the_variable_it_stays_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,11 +53,7 @@ def test_the_variable_sizes_it_and_a_larger_message_arrives(
     answers = multiproc_executor.MessageQueue(1, 1)  # as WorkerProc._init_message_queues makes it
     assert answers.buffer.max_chunk_bytes == 1 << 20
     assert answers.buffer.shared_memory.size < 11 << 20
-    reader = multiproc_executor.MessageQueue.create_from_handle(answers.export_handle(), 0)
-    ready = threading.Thread(target=reader.wait_until_ready)
-    ready.start()
-    answers.wait_until_ready()
-    ready.join(timeout=10)
+    reader = reader_of(answers)
     for message in (b"small", b"x" * (3 << 20)):
         answers.enqueue(message)
         assert reader.dequeue(timeout=10) == message
@@ -58,3 +66,21 @@ def test_a_size_that_the_caller_gives_stays(monkeypatch: pytest.MonkeyPatch) -> 
         multiproc_executor.MessageQueue(1, 1, max_chunk_bytes=2 << 20).buffer.max_chunk_bytes
         == 2 << 20
     )
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_on_a_cpu_a_reader_that_waits_takes_no_core_and_gets_each_message_at_once(
+    monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
+    if sleeps:
+        wait_without_a_loop()
+    queue: Any = MessageQueue(1, 1)
+    reader = reader_of(queue)
+    for number in range(3):
+        sent = threading.Timer(0.3, queue.enqueue, [number])
+        sent.start()
+        began_s, began_cpu_s = time.monotonic(), time.thread_time()
+        assert reader.dequeue(timeout=10) == number
+        assert time.monotonic() - began_s < 2.0  # 5 s: the poll that finds a lost notice
+        assert (time.thread_time() - began_cpu_s < 0.03) is sleeps

@@ -4,6 +4,7 @@ plan makes of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from nibble.machine.cpus import ComputeCores, compute_cores
 from nibble.plan.choice import Choice
 from nibble.plan.cpu_engine import (
     BATCHED_TOKENS,
+    BIND,
     ONE_PROCESS,
     SPINS,
     START_METHOD,
@@ -108,6 +110,8 @@ def test_one_numa_node_of_several(tmp_path: Path) -> None:
     found = compute_cores(tmp_path, range(8))
     assert (found.threads, found.cpus) == (3, (1, 2, 3, 5, 6, 7))
     assert found.reason == "3 physical cores, on one NUMA node of 4"
+    assert found.numa_nodes == 2
+    assert compute_cores(tmp_path, (0, 4)).numa_nodes == 1
 
 
 def test_efficient_cores_are_left_out(tmp_path: Path) -> None:
@@ -152,8 +156,6 @@ def test_the_plan_has_one_process_with_a_thread_for_each_core(model: str) -> Non
     ("words", "environ"),
     [
         (["--distributed-executor-backend", "mp"], {}),
-        (["--tensor-parallel-size", "2"], {}),
-        (["--data-parallel-size", "2"], {}),
         (["--api-server-count", "2"], {}),
         ([], {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}),
         ([], {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}),
@@ -165,6 +167,22 @@ def test_where_several_processes_are_wanted_vllms_own_way_stays(
 ) -> None:
     found = plan(model, *words, **environ)
     assert THREADS not in found.env and START_METHOD not in found.env
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--data-parallel-size"])
+def test_ranks_that_are_more_than_the_numa_nodes_share_the_cores(
+    model: str, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    cores = ComputeCores((0, 1, 2, 3), 4, "4 physical cores")
+    monkeypatch.setattr("nibble.machine.hardware.compute_cores", lambda: cores)
+    found = plan(model, flag, "2").env
+    assert (found[BIND].value, found[THREADS].value) == ("nobind", "2")
+    assert found[BIND].reason == "vLLM binds one rank to a NUMA node; 2 ranks share 1 NUMA node"
+    assert BIND not in plan(model, flag, "2", VLLM_CPU_OMP_THREADS_BIND="0|1").env
+    monkeypatch.setattr(
+        "nibble.machine.hardware.compute_cores", lambda: replace(cores, numa_nodes=2)
+    )
+    assert BIND not in plan(model, flag, "2").env
 
 
 def test_a_users_number_of_threads_wins(model: str) -> None:
@@ -255,7 +273,7 @@ def eager(flags: Any = None, **changed: Any) -> bool:
         environ={},
         hardware=SimpleNamespace(compute=None),
     )
-    topology: Any = SimpleNamespace(mode="machine", ranks=1)
+    topology: Any = SimpleNamespace(mode="machine", ranks=1, ranks_here=1)
     assert not changed
     given = {name: Choice(value, "command line") for name, value in (flags or {}).items()}
     found = layer_operators(inputs, given)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -171,7 +172,8 @@ def test_a_wheel_without_a_hash_is_one_line_and_exit_2(tmp_path: Path):
 def test_too_little_disk_is_exit_7_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(main.Installation, "_free_bytes", lambda self: 1_000_000_000)
+    full = types.SimpleNamespace(free=1_000_000_000)
+    monkeypatch.setattr(venv.shutil, "disk_usage", lambda folder: full)
     installation = main.Installation(
         main.parse(["--venv", str(tmp_path / "v"), "--runtime", "cpu"])
     )
@@ -179,6 +181,16 @@ def test_too_little_disk_is_exit_7_before_anything_is_made(
         installation.run()
     assert caught.value.code == 7
     assert not (tmp_path / "v").exists()
+
+
+def test_a_folder_that_is_no_environment_is_named_on_a_full_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    monkeypatch.setattr(venv.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=0))
+    with pytest.raises(SetupError, match="is not a virtual environment") as caught:
+        venv.check_folder(tmp_path, 1)
+    assert caught.value.code == 5
 
 
 def test_a_name_server_or_host_that_never_answers_costs_no_more_than_the_limit():

@@ -1,10 +1,14 @@
-"""Sets the size of the queue of a worker's answers from VLLM_MQ_MAX_CHUNK_BYTES_MB.
+"""The queues between an engine and its worker processes: their size, and how a CPU waits at them.
 
 An engine and a worker process have two queues in /dev/shm. vLLM 0.32 uses the variable only for the
 queue of requests (v1/executor/multiproc_executor.py:151). The queue of answers always has 10 chunks
 of 24 MiB (:624, distributed/device_communicators/shm_broadcast.py:492), but Docker and Kubernetes
 give a container 64 MiB. Smaller chunks lose no messages: a message that is larger than a chunk goes
 through a socket (shm_broadcast.py:936), which takes longer.
+
+A reader asks the memory again and again, with `sched_yield` in between, for a second after its last
+message (shm_broadcast.py:207): through every step of an engine that is in use. On a CPU, that loop
+takes a core from the threads that compute. The socket tells of each message too (:956).
 """
 
 from __future__ import annotations
@@ -33,3 +37,21 @@ def size_answer_queue() -> None:
             super().__init__(*arguments, **{"max_chunk_bytes": chunk_bytes} | options)
 
     replace(multiproc_executor, "MessageQueue", SizedQueue)
+
+
+def wait_without_a_loop() -> None:
+    """On the CPU platform, let readers sleep until the socket tells of a message."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    condition = required(shm_broadcast, "SpinCondition")
+    required(condition, "__init__", "self", "is_reader", "context", "notify_address", "busy_loop_s")
+
+    class SleepingCondition(condition):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options | {"busy_loop_s": 0.0})
+
+    replace(shm_broadcast, "SpinCondition", SleepingCondition)
