@@ -48,6 +48,7 @@ SHAPES = {
     "0.6b": (1024, 3072, 28, 16, 8, 0),
     "4b": (2560, 9728, 36, 32, 8, 0),
     "8b": (4096, 12288, 36, 32, 8, 0),
+    "30b-a3b": (2048, 768, 48, 32, 4, 128, 8),
 }
 STREAMS = (1, 8, 16, 32, 64)
 VOCABULARY = 151936
@@ -94,12 +95,19 @@ def main() -> int:
 
 
 def write_shape(
-    folder: Path, hidden: int, intermediate: int, layers: int, heads: int, kv: int, experts: int
+    folder: Path,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    experts: int,
+    chosen: int = 2,
 ) -> None:
     """A checkpoint with the demo's tokenizer and random weights."""
     from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
-    sizes = (hidden, intermediate, layers, heads, kv, 128, VOCABULARY, experts)
+    sizes = (hidden, intermediate, layers, heads, kv, 128, VOCABULARY, experts, chosen)
     form = "bf16" if folder.name == "bf16" else "modelopt"
     if folder.name == "hybrid2":
         write_hybrid(folder, hidden, intermediate, heads, kv)

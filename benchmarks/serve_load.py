@@ -1,8 +1,10 @@
 """Tokens per second and time to first token: `vllm serve` beside `nibble serve`, default settings.
 
-    python benchmarks/serve_load.py --write FOLDER                      write Qwen3-8B's shape, W4A4
+    python benchmarks/serve_load.py --write FOLDER [--shape 8b]         write a model's shape, W4A4
     python benchmarks/serve_load.py --model FOLDER [--measure-s 60] [--when FILE …] [--logs DIR]
         [--streams 1 4 …] [--prompts 8 64 …] [--out benchmarks/results/serve_load_8b_h200.json]
+
+--shape 30b-a3b has Qwen3-30B-A3B's experts; with NIBBLE_MOE_KERNEL=nibble they are nibble's.
 
 Both servers run at the same time on one GPU and answer in turns. Each gets its KV cache in bytes
 and a part of the memory, so that both fit, and a port. The model has random weights, so nibble's
@@ -61,6 +63,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--streams", nargs="*", type=int, default=list(STREAMS))
     parser.add_argument("--prompts", nargs="*", type=int, default=list(PROMPTS))
@@ -74,7 +77,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.write:
-        write_shape(options.write, *SHAPES["8b"])
+        write_shape(options.write, *SHAPES[options.shape])
     if not options.model:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers

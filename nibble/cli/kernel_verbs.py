@@ -54,7 +54,11 @@ def tune(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ROWSxCOLUMNS", help="Shape in place of a model's, as 4096x14336; repeatable."
+            metavar="ROWSxCOLUMNS",
+            help=(
+                "Shape in place of a model's, as 4096x14336; experts as"
+                " 128x8x2048x768x2; repeatable."
+            ),
         ),
     ] = None,
     plant: Annotated[
@@ -68,7 +72,7 @@ def tune(
     ] = 15.0,
     as_json: Json = False,
 ) -> None:
-    """Time nibble's and vLLM's linear kernels on a model's shapes, for later plans and starts."""
+    """Time nibble's and vLLM's kernels on a model's shapes, for later plans and starts."""
     from nibble.cli.tune import show_tuned, tune_model
 
     found = tune_model(wanted(words, "tune"), dict(os.environ), shape or (), plant or (), seconds)

@@ -30,10 +30,11 @@ def show_plan(plan: Plan) -> None:
         ("vLLM environment", plan.env),
     ):
         console.print(_choices_table(title, choices))
-    if plan.linear_kernels.shapes:
-        from nibble.cli.tune import times_table
+    for part in (plan.linear_kernels, plan.expert_kernels):
+        if part.shapes:
+            from nibble.cli.tune import times_table
 
-        console.print(times_table([shape.to_json() for shape in plan.linear_kernels.shapes]))
+            console.print(times_table([shape.to_json() for shape in part.shapes]))
     console.print(_budget_table(plan))
     try:
         notices = [*plan.notices, *check_memory(plan)]

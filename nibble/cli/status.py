@@ -91,9 +91,11 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     if assertion := status.get("assertion"):
         yield f"kernels   {assertion['verdict']}"
         yield from (f"          {line}" for line in assertion["deviations"])
-        choice = (status.get("plan") or {}).get("choices", {}).get("linear_kernel")
-        if choice and choice["reason"].startswith("measured"):
-            yield f"          linear kernel {choice['value']}, {choice['reason']}"
+        choices = (status.get("plan") or {}).get("choices", {})
+        for name, layers in (("linear_kernel", "linear kernel"), ("moe_kernel", "experts")):
+            choice = choices.get(name)
+            if choice and choice["reason"].startswith("measured"):
+                yield f"          {layers} {choice['value']}, {choice['reason']}"
         if assertion["ran"]:
             yield from (f"          {line}" for line in ran_lines(assertion["ran"][0]))
     if canary := status.get("canary"):

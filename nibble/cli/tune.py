@@ -1,4 +1,6 @@
-"""`nibble tune`: times the linear kernels on a model's shapes, for later plans and starts."""
+"""`nibble tune`: times the kernels of linear layers and experts on a model's shapes, for later
+plans and starts.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,19 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.gpu_users import gpu_uses
 from nibble.machine.hardware import detect
 from nibble.plan.choice import values_of
+from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.gather import Asked, choose_target, plan_for, read_wishes
-from nibble.plan.linear_kernel import DEFAULT_SEQUENCES
 from nibble.plan.linear_shapes import linear_uses
-from nibble.trials.choose import TIMED_ROWS, Form, ShapeChoice, Use, choose
+from nibble.plan.part_kernels import DEFAULT_SEQUENCES
+from nibble.trials.choose import EXPERTS, LINEAR, TIMED_ROWS, Form, ShapeChoice, Use, choose
 from nibble.trials.findings import not_idle
 from nibble.trials.place import place_of
 from nibble.trials.record import open_record
-from nibble.trials.trial import Outcome
-from nibble.trials.tune import WORK_S, tune
+from nibble.trials.trial import Outcome, Shape
+from nibble.trials.tune import WORK_S, Wanted, tune
 
-SHAPE = re.compile(r"(\d{1,7})x(\d{1,7})")
+LINEAR_NUMBERS, EXPERT_NUMBERS = 2, 5  # of a shape
+SHAPE = re.compile(r"\d{1,7}(x\d{1,7})+")
 
 
 def tune_model(
@@ -37,8 +41,8 @@ def tune_model(
 ) -> dict[str, Any]:
     """Time every shape of a model, or the `shapes` given, and keep the result for plans.
 
-    Raises NO_HARDWARE without a GPU, MODEL and CONFIG for a model without NVFP4 linear layers, and
-    CANARY where both kernels failed.
+    Raises NO_HARDWARE without a GPU, MODEL and CONFIG for a model without NVFP4 layers, and CANARY
+    where both kernels of a part failed.
     """
     given, faults = tuple(map(_use, shapes)), faults_of(plants)
     asked = read_wishes(words, environ)
@@ -56,19 +60,29 @@ def tune_model(
         say(f"warning: {finding.line()}")
     record = open_record(asked.cache, place_of(target, hardware), say)
     with_ours = not (target.features.has_fp4_mma and any(use.form == "fp4" for use in uses))
+    parts = _parts(uses, with_ours)
     kept, outcomes = tune(
-        uses,
+        parts,
         record,
         child,
-        with_ours=with_ours,
         faults=faults,
         work_s=work_s,
         on_done=lambda outcome: say(f"{outcome.line()}, {outcome.seconds:.1f} s"),
     )
     if not plants:
         kept.save(say)
-    choices = choose(uses, kept, "vllm", sequences)
+    choices = [
+        choice for each in parts for choice in choose(each.uses, kept, "vllm", sequences, each.part)
+    ]
     return _result(outcomes, choices, str(kept.path))
+
+
+def _parts(uses: Sequence[Use], with_ours: bool) -> list[Wanted]:
+    """Linear layers and experts. Without nibble's kernel there is no choice for experts."""
+    linear = [use for use in uses if len(use.shape) == LINEAR_NUMBERS]
+    experts = [use for use in uses if use not in linear]
+    parts = [Wanted(linear, LINEAR, with_ours)] if linear else []
+    return parts + ([Wanted(experts, EXPERTS)] if experts and with_ours else [])
 
 
 def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int, Mapping[str, str]]:
@@ -87,10 +101,11 @@ def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int,
         )
     form: Form = "fp4" if "fp4" in checkpoint.scheme.activations else "bf16"
     uses = linear_uses(checkpoint, int(values.get("--tensor-parallel-size", 1)), form)
+    uses += expert_uses(checkpoint, values, form)
     if not uses:
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"{checkpoint.id} has no NVFP4 linear layers",
+            what=f"{checkpoint.id} has no NVFP4 layers",
             expected="an NVFP4 checkpoint",
             action="name another model",
         )
@@ -99,25 +114,38 @@ def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int,
 
 
 def _use(word: str) -> Use:
-    """`4096x4096` or `4096x4096:fp4`. Raises USAGE."""
+    """`4096x4096`, `4096x4096:fp4` or `128x8x2048x768x2`. Raises USAGE."""
     name, _, form = word.partition(":")
-    match = SHAPE.fullmatch(name)
-    if match is None or form not in ("", "bf16", "fp4"):
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=f"--shape {word}",
-            expected="ROWSxCOLUMNS, such as 4096x14336, with :fp4 for W4A4",
-            action="correct --shape",
+    if not SHAPE.fullmatch(name) or form not in ("", "bf16", "fp4"):
+        raise _bad_shape(word, "ROWSxCOLUMNS, such as 4096x14336, with :fp4 for W4A4")
+    shape = tuple(map(int, name.split("x")))
+    if len(shape) == LINEAR_NUMBERS:
+        if shape[0] % 8 or shape[1] % 16 or 0 in shape:
+            expected = "rows that are a multiple of 8 and columns that are one of 16"
+            raise _bad_shape(word, expected)
+    elif len(shape) != EXPERT_NUMBERS or not _is_possible(shape):
+        expected = (
+            "experts, experts of a token, hidden and intermediate size in 16s, and 2 with a gate or"
+            " 1 without"
         )
-    shape = (int(match[1]), int(match[2]))
-    if shape[0] % 8 or shape[1] % 16 or 0 in shape:
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=f"--shape {word}",
-            expected="rows that are a multiple of 8 and columns that are one of 16",
-            action="correct --shape",
-        )
+        raise _bad_shape(word, expected)
     return Use(shape, 1, "fp4" if form == "fp4" else "bf16")
+
+
+def _is_possible(shape: Shape) -> bool:
+    experts, chosen, hidden, intermediate, halves = shape
+    return (
+        0 < chosen <= experts
+        and hidden > 0 == hidden % 16
+        and intermediate > 0 == intermediate % 16
+        and halves in (1, 2)
+    )
+
+
+def _bad_shape(word: str, expected: str) -> NibbleError:
+    return NibbleError(
+        ExitCode.USAGE, what=f"--shape {word}", expected=expected, action="correct --shape"
+    )
 
 
 def _result(
@@ -160,7 +188,7 @@ def times_table(shapes: Sequence[Mapping[str, Any]]) -> Any:
             *(shape["shape"], str(shape["layers"]), *times, ratio, shape["kernel"]),
             escape(shape["why"]),
         )
-    table.title = "microseconds of nibble's / vLLM's linear kernel by rows"
+    table.title = "microseconds of nibble's / vLLM's kernel by rows"
     table.title_justify, table.title_style = "left", "bold"
     return table
 

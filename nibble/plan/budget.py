@@ -229,9 +229,10 @@ def make_budget(
     ranks_here: int,
     graphs_bytes: int,
     kv_cache_bytes: int | None,
+    kernels_bytes: int = 0,
 ) -> Budget:
     """Combine the available memory with what the model needs. `kv_cache_bytes` is for one device,
-    None if unset.
+    None if unset; `kernels_bytes`: workspace of nibble's kernels beside the target's estimate.
 
     On a CPU all ranks of this machine, including those of data parallel `replicas`, share one
     memory, so each rank's need is multiplied by their number.
@@ -251,7 +252,7 @@ def make_budget(
         reserve_reason=reason,
         engine_bytes=target.memory.engine_bytes * ranks,
         graphs_bytes=graphs_bytes,
-        workspace_bytes=target.memory.workspace_bytes * ranks,
+        workspace_bytes=target.memory.workspace_bytes * ranks + kernels_bytes,
         weights_bytes=weights and weights * ranks,
         sequence_bytes=sequence and sequence * ranks,
         sequence_tokens=tokens,

@@ -145,7 +145,7 @@ def _switches(loaded: Loaded, layer: str) -> Choices:
 
 
 def _plugin_options(settings: Settings, loaded: Loaded, layer: str) -> Choices:
-    # The plugin's default is vLLM's kernel. plan/linear_kernel.py decides `auto`.
+    # The plugin's default is vLLM's kernel. linear_kernel.py and expert_kernel.py decide `auto`.
     changed = {
         name: value
         for name in NVFP4_OPTIONS

@@ -6,7 +6,7 @@ The vLLM plugin gets `nibble`, or no value, which means vLLM's choice (nvfp4_opt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
@@ -17,11 +17,11 @@ from nibble.plan.inputs import PlanInputs
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
+from nibble.plan.part_kernels import DEFAULT_SEQUENCES, UNTRIED, PartKernels
 from nibble.recipes.rules import in_effect
 from nibble.trials.catalog import OURS_BY_DEFAULT
 from nibble.trials.choose import (
     Form,
-    ShapeChoice,
     Use,
     choose,
     is_proven,
@@ -35,44 +35,24 @@ from nibble.trials.trial import Outcome, shape_name
 # Targets on which nibble's kernels have run. They have no FP4 products, so W4A4 is served
 # weight-only.
 TARGETS = OURS_BY_DEFAULT
-UNTRIED = "a start here, or `nibble tune`, tries it on this machine"
 FOR_ALL_ROWS = "nibble's kernels take any number of rows (docs/kernels/nvfp4_linear.md)"
-DEFAULT_SEQUENCES = 256  # vLLM's, where nothing sets --max-num-seqs
 # Of a weight's rows on each GPU: kernels/src/nibble_kernels/nvfp4_linear/weight.py.
 ROW_MULTIPLE = 8
 
 
-@dataclass(frozen=True)
-class LinearKernels:
-    """`choice`: `vllm` or `nibble` with the reason; None on the CPU and for a checkpoint without
-    NVFP4. `shapes`: the choice for each shape, where trials on this machine count. `backend`: a
-    --linear-backend in place of vLLM's choice, which was wrong here. `uses`: the shapes that a
-    start tries first, with nibble's kernel (`tries_ours`), for time too (`is_timed`); empty for
-    another machine.
-    """
-
-    choice: Choice | None = None
-    shapes: tuple[ShapeChoice, ...] = ()
-    backend: str = ""
-    notices: tuple[str, ...] = ()
-    uses: tuple[Use, ...] = ()
-    tries_ours: bool = False
-    is_timed: bool = False
-
-
-def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> LinearKernels:
+def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> PartKernels:
     """The kernels of NVFP4 linear layers, from the settings, then from trials on this machine."""
     choice, checkpoint, values = _chosen(inputs, args), inputs.checkpoint, values_of(args)
     if choice is None or inputs.trials is None or checkpoint is None or not checkpoint.weights:
-        return LinearKernels(choice)
+        return PartKernels(choice)
     split = int(values.get("--tensor-parallel-size", 1))
     uses = linear_uses(checkpoint, split, trial_form(inputs))
     if in_effect("--linear-backend", values) != "auto":
-        return LinearKernels(choice)
+        return PartKernels(choice)
     is_set = "linear_kernel" in asked(values) or choice.source == INVARIANT
     if is_set or inputs.loaded.settings.linear_kernel != "auto":
         ours = choice.value == "nibble"
-        return LinearKernels(choice, (), "", _fault_of(choice, inputs), uses, ours)
+        return PartKernels(choice, (), "", _fault_of(choice, inputs), uses, ours)
     tries = may_be_tried(inputs, values)
     most_rows = int(values.get("--max-num-seqs") or DEFAULT_SEQUENCES)
     found = _by_trials(inputs, uses, tries, choice, most_rows)
@@ -93,7 +73,7 @@ def may_be_tried(inputs: PlanInputs, args: Mapping[str, Any]) -> bool:
 
 def _by_trials(
     inputs: PlanInputs, uses: tuple[Use, ...], tries: bool, choice: Choice, most_rows: int
-) -> LinearKernels:
+) -> PartKernels:
     record = inputs.trials
     assert record is not None
     if not uses or not tries:
@@ -108,21 +88,21 @@ def _by_trials(
     ours = [shape for shape in shapes if shape.kernel == "nibble"]
     is_measured = any(shape.ratio is not None for shape in shapes)
     if not is_measured and len(ours) == len(shapes) and choice.value == "nibble":
-        return LinearKernels(choice, shapes)
+        return PartKernels(choice, shapes)
     reason = f"measured on this machine: {summary(shapes)}" if is_measured else shapes[0].why
-    return LinearKernels(Choice("nibble" if ours else "vllm", choice.source, reason), shapes)
+    return PartKernels(Choice("nibble" if ours else "vllm", choice.source, reason), shapes)
 
 
-def _without_ours(inputs: PlanInputs, choice: Choice, fault: Outcome | None) -> LinearKernels:
+def _without_ours(inputs: PlanInputs, choice: Choice, fault: Outcome | None) -> PartKernels:
     """vLLM's choice, or another backend of vLLM's where that was wrong on this machine."""
     assert inputs.trials is not None
     if fault is None:
-        return LinearKernels(choice)
+        return PartKernels(choice)
     if backend := right_backend(inputs.trials, trial_form(inputs)):
         notice = f"--linear-backend {backend}: vLLM's choice is not used: {fault.line()}"
-        return LinearKernels(choice, backend=backend, notices=(notice,))
+        return PartKernels(choice, backend=backend, notices=(notice,))
     notice = f"vLLM's kernel failed here, and no other one can replace it: {fault.line()}"
-    return LinearKernels(choice, notices=(notice,))
+    return PartKernels(choice, notices=(notice,))
 
 
 def _fault_of(choice: Choice, inputs: PlanInputs) -> tuple[str, ...]:
@@ -179,7 +159,7 @@ def _must_be_ours(inputs: PlanInputs) -> bool:
     return kernels_in_one_order(inputs.checkpoint, inputs.target) == {"nibble"}
 
 
-def linear_kernel_flags(kernels: LinearKernels, args: Mapping[str, Choice]) -> Choices:
+def linear_kernel_flags(kernels: PartKernels, args: Mapping[str, Choice]) -> Choices:
     """The flags that select the kernels, unless `args` has one."""
     chosen = kernels.choice
     if kernels.backend:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
 from nibble.plan.choice import Choice, Choices, Layer
+from nibble.plan.expert_memory import experts_workspace_bytes
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.step_graph import planned_bytes
 from nibble.plan.topology import Topology
@@ -78,6 +79,7 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
         ranks_here=topology.ranks_here,
         graphs_bytes=_graphs_bytes(inputs, args),
         kv_cache_bytes=int(kv_choice.value) if kv_choice else None,
+        kernels_bytes=experts_workspace_bytes(inputs, args),
     )
 
     def sequence_at(tokens: int, dtype: str) -> int | None:

@@ -3,8 +3,10 @@
 vLLM 0.32 looks up a file by the GPU's exact product name (fused_moe.py:1089-1103), first in
 VLLM_TUNED_CONFIG_FOLDER (fused_moe.py:1135). Its wheel has files for RTX PRO 6000 Server and
 Workstation, but not for Max-Q and RTX 5090. nibble creates a folder of links under this GPU's name
-and sets the variable to it. Only experts that run in Triton read such files: BF16, FP8 and INT8.
-NVFP4 experts run in CUTLASS, FlashInfer, b12x or Marlin, which do not.
+and sets the variable to it. For GB10 the wheel has two files; where a model's is missing, nibble
+sets the variable to its own data (targets/moe, made by targets/moe/gb10_configs.py). Only experts
+that run in Triton read such files: BF16, FP8 and INT8. NVFP4 experts run in CUTLASS, FlashInfer,
+b12x or Marlin, which do not.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.machine.hardware import Hardware
+from nibble.machine.paths import root
 from nibble.machine.targets import GpuModel, Target
 
 VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
+DATA = "targets/moe"
 _DEVICE = re.compile(r"(?<=,device_name=).+?(?=,dtype=|,block_shape=|\.json$)")
 
 
@@ -35,7 +39,9 @@ class TunedConfigs:
 
 @dataclass(frozen=True)
 class Alias:
-    """A folder to create. `links` maps a file name with this GPU's name to a file of `configs`."""
+    """A folder to create. `links` maps a file name with this GPU's name to a file of `configs`.
+    Without links it is a folder of nibble's own data.
+    """
 
     configs: Path
     links: Mapping[str, str]
@@ -89,7 +95,28 @@ def choose_alias(
         return None
     if not reads_tuned_configs(checkpoint, args):
         return None
-    return find_alias(hardware.gpus[0].name, target, configs, cache)
+    gpu = hardware.gpus[0].name
+    return find_data(gpu, checkpoint, args, configs) or find_alias(gpu, target, configs, cache)
+
+
+def find_data(
+    gpu: str, checkpoint: Checkpoint, args: Mapping[str, Any], configs: TunedConfigs
+) -> Alias | None:
+    """nibble's own data for this GPU, if it has files for the checkpoint's experts."""
+    device = device_in_file_name(gpu)
+    folder = root() / DATA / device
+    width = checkpoint.text_config.get("moe_intermediate_size")
+    split = int(args.get("--tensor-parallel-size") or 1)
+    if not isinstance(width, int) or width % split or not folder.is_dir():
+        return None
+    begin = f"E={checkpoint.num_experts},N={width // split},"
+    if not any(path.name.startswith(begin) for path in folder.glob("*.json")):
+        return None
+    reason = (
+        f"vLLM has no MoE tuning for {checkpoint.num_experts} experts of {width // split} on"
+        f" {device}: nibble's is reasoned from vLLM's for 256 of 512; unmeasured"
+    )
+    return Alias(configs.folder, {}, folder, reason)
 
 
 def find_alias(gpu: str, target: Target, configs: TunedConfigs, cache: Path) -> Alias | None:
@@ -147,6 +174,8 @@ def _siblings(model: GpuModel, target: Target, devices: Iterable[str]) -> list[s
 
 def make_folder(alias: Alias) -> None:
     """Make the folder contain exactly the alias's links. Raises OSError if it cannot be written."""
+    if not alias.links:
+        return  # nibble's own data
     alias.folder.mkdir(parents=True, exist_ok=True)
     for name, source in alias.links.items():
         # Atomic, because another server may start from the same cache.

@@ -14,9 +14,9 @@ from nibble.plan.budget import Budget, DecodeBound, host_reserve_bytes
 from nibble.plan.choice import Choice, Flags
 from nibble.plan.compile_cache import CachePlan
 from nibble.plan.environment import may_need_the_hub
-from nibble.plan.linear_kernel import LinearKernels
 from nibble.plan.memory import Limits, Step, limits
 from nibble.plan.moe_tuning import Alias
+from nibble.plan.part_kernels import PartKernels
 from nibble.plan.topology import Topology
 from nibble.recipes.recipe import ResolvedRecipe
 from nibble.settings.options import Settings, options
@@ -54,7 +54,8 @@ class Plan:
     moe_alias: Alias | None
     topology: Topology
     caches: CachePlan
-    linear_kernels: LinearKernels = field(default_factory=LinearKernels)
+    linear_kernels: PartKernels = field(default_factory=PartKernels)
+    expert_kernels: PartKernels = field(default_factory=PartKernels)
 
     @property
     def revision(self) -> str | None:
@@ -114,6 +115,7 @@ class Plan:
             "to_need_less": [str(step) for step in self.ladder],
             "decode_bound": self.bound.to_json(),
             "linear_shapes": [shape.to_json() for shape in self.linear_kernels.shapes],
+            "expert_shapes": [shape.to_json() for shape in self.expert_kernels.shapes],
             "expected": dict(self.recipe.expected) if self.recipe else {},
             "rules": list(self.rules),
             "notices": list(self.notices),

@@ -16,6 +16,7 @@ from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
 from nibble.plan.cpu_engine import layer_operators, prompt_chunk
 from nibble.plan.environment import decide_environment, on_hub
+from nibble.plan.expert_kernel import check_experts, choose_expert_kernel, expert_kernel_flags
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.layers import read_layers
 from nibble.plan.linear_kernel import choose_linear_kernel, linear_kernel_flags
@@ -74,6 +75,7 @@ def check(situation: Situation) -> None:
     """Refuse what cannot work with the final flags. Raises NibbleError."""
     inputs, served, values = situation.inputs, situation.served, situation.values
     check_nvfp4_options(inputs.checkpoint, inputs.target, situation.flags)
+    check_experts(served, values)
     check_gemma4(
         inputs.loaded.settings, inputs.target, served.checkpoint, values, inputs.can_compile
     )
@@ -133,6 +135,15 @@ def _linear_kernel(situation: Situation) -> Decision:
         linear_kernel_flags(kernels, situation.flags),
         notices=kernels.notices,
         linear_kernels=kernels,
+    )
+
+
+def _expert_kernel(situation: Situation) -> Decision:
+    kernels = choose_expert_kernel(situation.served, situation.flags)
+    return Decision(
+        expert_kernel_flags(kernels, situation.flags),
+        notices=kernels.notices,
+        expert_kernels=kernels,
     )
 
 
@@ -210,6 +221,7 @@ DECIDERS: tuple[Decider, ...] = (
     weigh_risks,
     yield_to_our_kernels,
     _linear_kernel,
+    _expert_kernel,
     _step_graph,
     _attention,
     _quantized_layers,
@@ -276,6 +288,7 @@ def _assemble(situation: Situation) -> Plan:
         topology=situation.topology,
         caches=caches,
         linear_kernels=situation.linear_kernels,
+        expert_kernels=situation.expert_kernels,
     )
 
 
@@ -292,6 +305,8 @@ def _choices(situation: Situation) -> Choices:
     choices = {"target": inputs.target_choice, **choices, "recipe": _recipe_choice(inputs)}
     if (linear_kernel := situation.linear_kernels.choice) is not None:
         choices["linear_kernel"] = linear_kernel
+    if (expert_kernel := situation.expert_kernels.choice) is not None:
+        choices["moe_kernel"] = expert_kernel
     if situation.step_graph is not None:
         choices["step_graph"] = situation.step_graph
     if situation.attention is not None:

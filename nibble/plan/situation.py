@@ -10,9 +10,9 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, Flags
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.linear_kernel import LinearKernels
 from nibble.plan.memory import MemoryPlan
 from nibble.plan.nvfp4_options import with_served_activations
+from nibble.plan.part_kernels import PartKernels
 from nibble.plan.topology import Topology, find_topology
 from nibble.recipes.rules import Rule
 
@@ -25,7 +25,8 @@ class Situation:
     flags: Flags = field(default_factory=Flags)
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
-    linear_kernels: LinearKernels = field(default_factory=LinearKernels)
+    linear_kernels: PartKernels = field(default_factory=PartKernels)
+    expert_kernels: PartKernels = field(default_factory=PartKernels)
     step_graph: Choice | None = None
     attention: Choice | None = None
     memory: MemoryPlan | None = None
@@ -61,6 +62,7 @@ class Situation:
             rules=(*self.rules, *decision.rules),
             notices=(*self.notices, *decision.notices),
             linear_kernels=decision.linear_kernels or self.linear_kernels,
+            expert_kernels=decision.expert_kernels or self.expert_kernels,
             step_graph=decision.step_graph or self.step_graph,
             attention=decision.attention or self.attention,
             memory=decision.memory or self.memory,
@@ -74,7 +76,8 @@ class Decision:
     flags: Mapping[str, Choice] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     notices: tuple[str, ...] = ()
-    linear_kernels: LinearKernels | None = None
+    linear_kernels: PartKernels | None = None
+    expert_kernels: PartKernels | None = None
     step_graph: Choice | None = None
     attention: Choice | None = None
     memory: MemoryPlan | None = None

@@ -119,7 +119,10 @@ DEAD_VARIABLES: Mapping[str, Successor] = {
     "DTYPE": Successor(lambda value: {"--dtype": value}),
     "QUANTIZATION": Successor(lambda value: {"--quantization": value}),
     "VLLM_PYTHON": _gone("nibble runs the vLLM beside it"),
-    "VLLM_NVFP4_SPARSE_V7": _gone("vLLM has no 2:4 sparse NVFP4 kernel"),
+    "VLLM_NVFP4_SPARSE_V7": _gone(
+        "vLLM has no 2:4 sparse NVFP4 kernel; NIBBLE_SPARSE_FP4=on with NIBBLE_LINEAR_KERNEL=nibble"
+        " is nibble's"
+    ),
     "VLLM_RPC_TIMEOUT": _gone("vLLM 0.32 has no multiprocessing front end"),
     "VLLM_MEMORY_PROFILE_INCLUDE_ATTN": _gone("memory profiling always includes attention"),
 }

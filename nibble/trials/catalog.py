@@ -19,12 +19,12 @@ ROWS = (1, 4, 8, 16, 17, 33, 64, 65, 200, 1024)
 # Humming compiles for each shape and number of rows, which takes most of a first self-test.
 VLLM_ROWS = VLLM_TIMED_ROWS = (1, 64)
 TIMED_ROWS = (1, 16, 64)
-EXPERT_SHAPES: tuple[Shape, ...] = ((768, 1024), (256, 512))  # intermediate, hidden
+EXPERT_SHAPES: tuple[Shape, ...] = ((8, 2, 1024, 768, 2), (8, 2, 512, 256, 2))
 EXPERT_ROWS = (1, 16, 60, 160)
 HEAD_SHAPES: tuple[Shape, ...] = ((4000, 1024),)
 HEAD_ROWS = (1, 3, 8, 9)
 
-OURS, THEIRS = "nibble", "vllm:auto:bf16"
+OURS, THEIRS, OUR_EXPERTS = "nibble", "vllm:auto:bf16", "experts"
 OUR_PARTS = ("decode", "warpgroup", "dequantized")
 # Class of vLLM's in targets/*.toml -> kernels of a trial: --linear-backend and the activations.
 BACKENDS: Mapping[str, tuple[str, ...]] = {
@@ -59,7 +59,7 @@ def _gpu(target: Target, gpus: int, with_vllm: bool) -> Iterable[Trial]:
     yield Trial("conversions", "conversions", "conversions", "cuda")
     for kernel in OUR_PARTS:
         yield Trial(kernel, "linear", kernel, "cuda", GPU_SHAPES, ROWS, TIMED_ROWS)
-    yield Trial("experts", "experts", "experts", "cuda", EXPERT_SHAPES, EXPERT_ROWS)
+    yield Trial(OUR_EXPERTS, "experts", OUR_EXPERTS, "cuda", EXPERT_SHAPES, EXPERT_ROWS)
     yield Trial("quantize", "quantize", "quantize", "cuda", CPU_SHAPES, CPU_ROWS)
     for kernel in vllm_kernels(target) if with_vllm else ():
         yield Trial(kernel, "linear", kernel, "cuda", VLLM_SHAPES, VLLM_ROWS, VLLM_TIMED_ROWS)

@@ -1,4 +1,4 @@
-"""Which kernel multiplies each shape of a model, from the trials of this machine. Pure.
+"""Which kernel each shape of a model gets, from the trials of this machine. Pure.
 
 A layer has one kernel for every number of rows: nibble's kernels and vLLM's read different layouts,
 and a second copy of the weights would take the memory of the KV cache. So the times of all buckets
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nibble.trials.catalog import OUR_PARTS, OURS
+from nibble.trials.catalog import OUR_EXPERTS, OUR_PARTS, OURS
 from nibble.trials.record import Record, ShapeTimes
-from nibble.trials.trial import Outcome, Shape, shape_name
+from nibble.trials.trial import Outcome, Shape, Task, shape_name
 
 Kernel = Literal["nibble", "vllm"]
 Form = Literal["bf16", "fp4"]  # the activations of a checkpoint's layers
@@ -23,6 +23,28 @@ DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_ROWS = 2048
 TIMED_ROWS = (*DECODE_ROWS, PROMPT_ROWS)
 TRUTH_ROWS = (1, 16, 17, 64, 200, 1100)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of layers. `ours`: the trial of nibble's operator for them; `checks`: other trials
+    whose fault is the operator's; `theirs`: the beginning of the name of vLLM's trial.
+    """
+
+    task: Task
+    ours: str
+    checks: tuple[str, ...]
+    theirs: str
+    truth_rows: tuple[int, ...]
+
+    def vllm_choice(self, form: Form) -> str:
+        """The trial of vLLM's own choice."""
+        return f"{self.theirs}:{form}"
+
+
+LINEAR = Part("linear", OURS, (*OUR_PARTS, "conversions"), "vllm:auto", TRUTH_ROWS)
+# Fewer: the right sum of many experts in float64 takes longer than a kernel's.
+EXPERTS = Part("experts", OUR_EXPERTS, ("conversions",), "vllm:experts", (1, 16, 200, 1100))
 
 
 @dataclass(frozen=True)
@@ -65,7 +87,7 @@ class ShapeChoice:
 
 
 def choose(
-    uses: Sequence[Use], record: Record, default: Kernel, most_rows: int
+    uses: Sequence[Use], record: Record, default: Kernel, most_rows: int, part: Part = LINEAR
 ) -> tuple[ShapeChoice, ...]:
     """One choice a shape. `default`: the kernel of a shape without times; `most_rows`: sequences
     of a decode step, so that buckets which this server cannot reach do not count.
@@ -73,10 +95,10 @@ def choose(
     A kernel with a fault gets no layer, unless both have one: then `default` stays, and the
     server's own checks decide.
     """
-    ours, theirs = our_fault(record), vllm_fault(record, uses)
+    ours, theirs = our_fault(record, part), vllm_fault(record, uses, part)
     if ours and not theirs:
         return tuple(ShapeChoice(use, "vllm", ours.line()) for use in uses)
-    if theirs and not ours and is_proven(record):
+    if theirs and not ours and is_proven(record, part):
         return tuple(ShapeChoice(use, "nibble", f"vLLM's: {theirs.line()}") for use in uses)
     return tuple(_by_time(use, record, default, most_rows) for use in uses)
 
@@ -103,25 +125,20 @@ def mean_ratio(times: ShapeTimes, most_rows: int) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def our_fault(record: Record) -> Outcome | None:
+def our_fault(record: Record, part: Part = LINEAR) -> Outcome | None:
     """A fault of nibble's operator or of one of its kernels."""
-    return _fault(record, (OURS, *OUR_PARTS, "conversions"))
+    return _fault(record, (part.ours, *part.checks))
 
 
-def vllm_fault(record: Record, uses: Iterable[Use]) -> Outcome | None:
+def vllm_fault(record: Record, uses: Iterable[Use], part: Part = LINEAR) -> Outcome | None:
     """A fault of the kernel that vLLM takes for these layers."""
-    return _fault(record, dict.fromkeys(vllm_choice(use.form) for use in uses))
+    return _fault(record, dict.fromkeys(part.vllm_choice(use.form) for use in uses))
 
 
-def vllm_choice(form: Form) -> str:
-    """The trial of vLLM's own choice."""
-    return f"vllm:auto:{form}"
-
-
-def is_proven(record: Record) -> bool:
+def is_proven(record: Record, part: Part = LINEAR) -> bool:
     """Whether nibble's operator was right on this machine, with this driver and this build."""
-    found = record.outcomes.get(OURS)
-    return found is not None and found.verdict == "right" and our_fault(record) is None
+    found = record.outcomes.get(part.ours)
+    return found is not None and found.verdict == "right" and our_fault(record, part) is None
 
 
 def right_backend(record: Record, form: Form) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-Shape = tuple[int, int]  # rows N and columns K of a weight
+# Rows N and columns K of a weight. Of a layer of experts: experts, experts of a token, hidden and
+# intermediate size, and 2 for gate and up or 1 for up alone.
+Shape = tuple[int, ...]
 Task = Literal["conversions", "linear", "experts", "quantize", "head", "bandwidth", "links"]
 Verdict = Literal["right", "wrong", "not finite", "hung", "crashed", "refused", "not run"]
 # A kernel with one of these is not used. `refused` says that it is not for this machine, and
@@ -46,7 +48,7 @@ class Trial:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
         tuples = {name: tuple(data[name]) for name in ("rows", "timed_rows")}
-        shapes = tuple((int(n), int(k)) for n, k in data["shapes"])
+        shapes = tuple(tuple(map(int, shape)) for shape in data["shapes"])
         return cls(**{**data, **tuples, "shapes": shapes})
 
 
@@ -94,7 +96,7 @@ class Outcome:
 
 
 def shape_name(shape: Sequence[int]) -> str:
-    """`4096x4096`, rows before columns."""
+    """`4096x4096`, or `128x8x2048x768x2` for experts."""
     return "x".join(map(str, shape))
 
 

@@ -35,11 +35,11 @@ ROW = Row(
         " BF16."
     ),
     instead=(
-        "no file is added to vLLM: put the JSON into a folder and set VLLM_TUNED_CONFIG_FOLDER,"
-        " which nibble passes on. dgx-vllm's +65.7 % is not measured here, so its file is not"
-        " shipped."
+        "no file is added to vLLM: nibble sets VLLM_TUNED_CONFIG_FOLDER to its own data for GB10"
+        " (targets/moe), reasoned from vLLM's tiles for 256 experts of 512, and passes a user's"
+        " folder on. dgx-vllm's +65.7 % is not measured here, and neither are these."
     ),
-    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, set by the user"),
+    fix=Fix("environment", "VLLM_TUNED_CONFIG_FOLDER, targets/moe/NVIDIA_GB10"),
     references=(
         "vllm 0.32 model_executor/layers/fused_moe/fused_moe.py:1133-1144",
         "Avarok-Cybersecurity/dgx-vllm ead7ae7 E=512,N=512 JSON",

@@ -140,6 +140,22 @@ def test_the_kernel_packs_what_is_sparse(
         assert_rounded_once(y, x, values_of(codes, scales), factor)
 
 
+def test_experts_that_are_sparse_stay_dense_and_are_named(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each expert is checked; a group of four with three codes that are not zero is not cut."""
+    from nibble.engine.plugin import sparse
+
+    codes = torch.stack([packed_weight(24, 160, seed)[0] for seed in range(4)])
+    codes[:3, :, 1::2] = 0
+    codes[2, 0, :2] = 0x11
+    before, said = codes.clone(), list[str]()
+    monkeypatch.setattr(sparse.logger, "warning", lambda text, *words: said.append(text % words))
+    sparse.keep_experts_dense(SimpleNamespace(prefix="layers.0.experts"), {"w13": codes})
+    assert torch.equal(codes, before) and len(said) == 1
+    assert said[0].startswith("layers.0.experts.w13 stays dense: 2 of 4 experts are exactly 2:4")
+
+
 def test_experts_answer_as_the_same_weights_in_bf16(installed: Path, tmp_path: Path) -> None:
     """Of both forms, gate and up with unequal global scales; a prompt long enough for the
     products of torch, and a short one.

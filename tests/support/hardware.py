@@ -15,3 +15,5 @@ HOPPER = Hardware(
     (H200,), "580.105.08", "13.0", "x86_64", 16, frozenset({"avx512f"}), 128 * GIB, 120 * GIB
 )
 SPARK = replace(HOPPER, gpus=(GB10,), cpu_arch="aarch64")
+RTX = Gpu(0, "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 95 * GIB, 94 * GIB, "GPU-0")
+SM120 = replace(HOPPER, gpus=(RTX,))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +10,18 @@ import pytest
 
 from nibble.canary.kernels import expectations
 from nibble.checkpoint import read_checkpoint
-from nibble.engine import installed
 from nibble.engine.contract import Options
 from nibble.machine.gpu_users import GpuUse
-from nibble.machine.hardware import Gpu, Hardware
-from nibble.machine.targets import load_target
-from nibble.plan import gather
-from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.plan import Plan
 from nibble.serve import first_trials
 from nibble.trials import tune as tune_module
 from nibble.trials.catalog import OURS
-from nibble.trials.place import place_of
-from nibble.trials.record import Record, ShapeTimes, open_record
 from nibble.trials.trial import Outcome, Verdict, shape_name
-from tests.support.hardware import GIB, HOPPER
+from tests.support.hardware import HOPPER, SM120
 from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
+from tests.support.tried_machine import Machine
 
 FLAG = "--additional-config"
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
@@ -40,56 +32,7 @@ W4A16: dict[str, Any] = {
         "ignore": ["lm_head"],
     }
 }
-RTX = Gpu(0, "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 95 * GIB, 94 * GIB, "GPU-0")
-SM120 = replace(HOPPER, gpus=(RTX,))
 GH200 = replace(HOPPER, gpus=(replace(HOPPER.gpus[0], name="NVIDIA GH200 480GB"),))
-
-
-class Machine:
-    """This machine as one with these GPUs, and results of trials on it."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, hardware: Hardware) -> None:
-        self.folder, self.hardware = folder, hardware
-        monkeypatch.setattr(gather, "detect", lambda environ: hardware)
-        kernels = folder / "nibble_kernels"
-        kernels.mkdir()
-        (kernels / "_cuda.abi3.so").touch()
-        spec = ModuleSpec("nibble_kernels", None, is_package=True)
-        spec.submodule_search_locations = [str(kernels)]
-        point = importlib.metadata.EntryPoint("nibble", "a:b", "vllm.general_plugins")
-        monkeypatch.setattr(installed, "entry_points", lambda **_: [point])
-        monkeypatch.setattr(installed, "find_spec", lambda name: spec)
-        for module in (gather, first_trials):
-            known = module.place_of
-            monkeypatch.setattr(
-                module, "place_of", lambda *a, known=known, **k: known(*a, compiled="here")
-            )
-
-    def plan(self, model: Path, *words: str, **environ: str) -> Plan:
-        given = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
-        given |= {"NIBBLE_CACHE_DIR": str(self.folder)} | environ
-        return plan_for(read_wishes([str(model), *words], given))
-
-    def record(self, target: str) -> Record:
-        place = place_of(load_target(target), self.hardware, compiled="here")
-        return open_record(self.folder, place, lambda line: None)
-
-    def measured(
-        self,
-        model: Path,
-        target: str,
-        ratio: float | dict[str, float] = 0.5,
-        verdicts: dict[str, Verdict] | None = None,
-        form: Any = "bf16",
-    ) -> None:
-        """Keep verdicts, and times of a model's shapes with these ratios of nibble's to vLLM's."""
-        known: dict[str, Verdict] = {OURS: "right", f"vllm:auto:{form}": "right"}
-        outcomes = [Outcome(name, verdict) for name, verdict in (known | (verdicts or {})).items()]
-        shapes: dict[str, ShapeTimes] = {}
-        for use in linear_uses(read_checkpoint(str(model)), 1, form):
-            each = ratio.get(use.key.split()[0], 0.5) if isinstance(ratio, dict) else ratio
-            shapes[use.key] = ShapeTimes({"1": 10 * each}, {"1": 10.0}, "Marlin")
-        self.record(target).with_outcomes(outcomes).with_shapes(shapes).save(print)
 
 
 @pytest.fixture
@@ -291,7 +234,9 @@ def test_a_first_start_keeps_what_it_measured_and_names_a_fault(
     said.clear()
     verdicts[OURS] = "hung"
     first_trials.try_kernels(before, record, {}, said.append)
-    assert said[0].startswith("trying nibble's and vLLM's linear kernels on this GPU, once")
+    assert said[0].startswith(
+        "trying nibble's and vLLM's kernels for linear layers on this GPU, once"
+    )
     assert said[1:] == ["nibble: hung"]
     after = blackwell.plan(w4a16)
     assert options(after) == {} and "is not used: nibble: hung" in (

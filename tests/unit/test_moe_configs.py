@@ -4,6 +4,8 @@ are needed.
 
 from __future__ import annotations
 
+import json
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from nibble.cli.serve import link_moe_configs
 from nibble.machine.hardware import Gpu, Hardware
+from nibble.machine.paths import root
 from nibble.machine.targets import load_target
 from nibble.plan import gather as prepare
 from nibble.plan.gather import plan_for, read_wishes
@@ -163,6 +166,66 @@ def test_nothing_is_set_where_no_expert_reads_such_files(on: Any, tmp_path: Path
     assert VARIABLE not in plan(tmp_path / "moe").env  # vLLM has files for it
     # A card that is not here has no name
     assert VARIABLE not in plan(tmp_path / "moe", "--target", "sm120").env
+
+
+# --- nibble's own data for GB10 ---
+
+GB10_MOE = DEEPSEEK_MLA | {"n_routed_experts": 512, "moe_intermediate_size": 512}
+
+
+def test_a_gb10_gets_nibbles_data_for_experts_that_vllm_has_none_for(
+    on: Any, tmp_path: Path
+) -> None:
+    on("NVIDIA GB10", (12, 1))
+    folder = write_model(tmp_path / "moe", GB10_MOE)
+    found = plan(folder)
+    choice = found.env[VARIABLE]
+    assert choice.value == str(root() / "targets" / "moe" / "NVIDIA_GB10")
+    assert "512 experts of 512 on NVIDIA_GB10" in choice.reason and "unmeasured" in choice.reason
+    link_moe_configs(found)  # writes nothing
+    narrow = write_model(tmp_path / "narrow", GB10_MOE | {"moe_intermediate_size": 640})
+    assert VARIABLE not in plan(narrow).env
+    mine = plan(folder, **{VARIABLE: "/mine"})
+    assert mine.vllm_environ({VARIABLE: "/mine"})[VARIABLE] == "/mine"
+    on(MAX_Q)
+    assert "NVIDIA_GB10" not in plan(folder).env[VARIABLE].value
+
+
+def test_its_tiles_fit_into_the_shared_memory_of_a_gb10() -> None:
+    files = sorted((root() / "targets" / "moe" / "NVIDIA_GB10").glob("*.json"))
+    assert files
+    most = load_target("gb10").features.smem_bytes
+    for path in files:
+        each = 1 if "fp8" in path.name else 2
+        for tiles in json.loads(path.read_text()).values():
+            rows = tiles["BLOCK_SIZE_M"] + tiles["BLOCK_SIZE_N"]
+            assert rows * tiles["BLOCK_SIZE_K"] * each * tiles["num_stages"] <= most, path.name
+
+
+@pytest.mark.vllm
+def test_the_data_are_what_the_script_makes_of_the_installed_vllm() -> None:
+    pytest.importorskip("vllm", reason="needs an importable vLLM")
+    spec = spec_from_file_location("configs", root() / "targets" / "moe" / "gb10_configs.py")
+    assert spec is not None and spec.loader is not None
+    made = module_from_spec(spec)
+    spec.loader.exec_module(made)
+    folder = root() / "targets" / "moe" / "NVIDIA_GB10"
+    shipped = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert shipped == made.all_files()
+    installed = installed_configs()
+    assert installed is not None and shipped.keys().isdisjoint(installed.names)
+
+
+@pytest.mark.vllm
+def test_vllms_loader_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.fused_moe")
+    monkeypatch.setattr(fused_moe, "get_device_name_as_file_name", lambda: "NVIDIA_GB10")
+    monkeypatch.setenv(VARIABLE, str(root() / "targets" / "moe" / "NVIDIA_GB10"))
+    for dtype in ("fp8_w8a8", None):
+        fused_moe.get_moe_configs.cache_clear()
+        found = fused_moe.get_moe_configs(512, 512, dtype)
+        assert found is not None and 1 in found and 4096 in found
+    fused_moe.get_moe_configs.cache_clear()
 
 
 @pytest.mark.vllm

@@ -33,8 +33,11 @@ from nibble.engine.plugin.experts import (
     local_ids,
     swiglu,
 )
+from nibble.engine.plugin.layers import check_loaded
 from nibble.engine.plugin.options import current_options
-from nibble.engine.plugin.sparse import pack_if_sparse
+from nibble.engine.plugin.sparse import keep_experts_dense, pack_if_sparse
+
+WEIGHTS = ("w13", "w2")
 
 
 def runs_here() -> tuple[bool, str | None]:
@@ -121,6 +124,7 @@ class _GpuExperts(Experts):
     """nibble::nvfp4_weight_moe, W4A16. The weights are rearranged once, when they are loaded."""
 
     where = "by nibble's GPU kernel"
+    takes_biases = True
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
@@ -138,13 +142,17 @@ class _GpuExperts(Experts):
         require_ours("experts", self.use_a16, flag)
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
         self.activation = self._activation(layer)
+        if self.moe.has_bias:
+            self._prepare_biases(layer)
         if dtype != torch.bfloat16:
             raise ValueError(
                 f"experts in {dtype} are not supported {self.where}; expected bfloat16"
             )
+        if current_options().sparse_fp4 == "on":
+            keep_experts_dense(layer, {name: getattr(layer, f"{name}_weight") for name in WEIGHTS})
         native = wants_native(dtype, layer.w13_weight.device)
         self.rows: dict[str, int] = {}
-        for name, scales in zip(("w13", "w2"), global_scales, strict=True):
+        for name, scales in zip(WEIGHTS, global_scales, strict=True):
             codes, blocks = (
                 getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale")
             )
@@ -179,6 +187,8 @@ class _GpuExperts(Experts):
             local_ids(layer, topk_ids),
             self._experts(layer, "w13"),
             self._experts(layer, "w2"),
+            w13_bias=getattr(layer, "w13_bias", None),
+            w2_bias=getattr(layer, "w2_bias", None),
             **self.formula,
         )
 
@@ -186,7 +196,7 @@ class _GpuExperts(Experts):
         """Raises ValueError for one that no kernel here computes."""
         limits = [swiglu(layer, self.moe, name) for name in ("limit", "alpha", "beta")]
         found = activation_of(layer.activation.value, *limits)
-        is_plain = found == activation_of("silu", None, None, None)
+        is_plain = found == activation_of("silu", None, None, None) and not self.moe.has_bias
         if layer.apply_router_weight_on_input or (
             not is_plain
             and (
@@ -197,10 +207,18 @@ class _GpuExperts(Experts):
         ):
             raise ValueError(
                 f"experts with {layer.activation.value} are not supported {self.where}; expected"
-                f" silu, or on SM90 also {' or '.join(FUNCTIONS[1:])} or limits, with the router's"
-                " weights on the output"
+                f" silu, or on SM90 also {' or '.join(FUNCTIONS[1:])}, limits or biases, with the"
+                " router's weights on the output"
             )
         return found
+
+    def _prepare_biases(self, layer: Any) -> None:
+        """w2's on one rank alone: vLLM adds the ranks' results up."""
+        check_loaded(layer, "w13_bias", "w2_bias")
+        if self.activation.interleaved:
+            layer.w13_bias.data = _halves(layer.w13_bias.data)
+        if self.moe.tp_rank != 0:
+            layer.w2_bias.data.zero_()
 
     @property
     def formula(self) -> dict[str, Any]:

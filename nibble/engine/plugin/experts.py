@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as vllm_compressed,
 )
+from vllm.model_executor.utils import set_weight_attrs
 
 from nibble.engine.plugin.layers import check_loaded, mark_unloaded
 from nibble.engine.plugin.options import current_options, weights_are_real
@@ -30,13 +32,14 @@ class Experts(FusedMoEMethodBase):
     supports_pre_processed_weights = False
     per_token_activation = False
     use_global_sf = False  # input scales are only those of this rank's experts
+    takes_biases = False
     use_a16: bool  # activations stay in BF16
     where: str  # for errors, such as "on the CPU"
 
     def _start(self, moe: FusedMoEConfig, use_a16: bool) -> None:
         """Replaces vLLM's constructors, which choose among GPU kernels. Raises ValueError."""
         FusedMoEMethodBase.__init__(self, moe)
-        if moe.has_bias:
+        if moe.has_bias and not self.takes_biases:
             raise ValueError(f"NVFP4 experts with biases are not supported {self.where}")
         self.use_a16 = use_a16 or current_options().weights_only
         self.is_real = weights_are_real()
@@ -50,6 +53,18 @@ class Experts(FusedMoEMethodBase):
         """
         raise NotImplementedError
 
+    def _create_biases(self, layer: Any, weights: tuple[Tensor, Tensor], loader: Any) -> None:
+        """As gpt-oss has them: vLLM's NVFP4 methods create none, its loaders fill parameters of
+        these names (vllm 0.32 gpt_oss.py:1235, routed_experts.py:784).
+        """
+        if not self.moe.has_bias:
+            return
+        for name, weight in zip(("w13_bias", "w2_bias"), weights, strict=True):
+            values = torch.full(weight.shape[:2], float("nan"), dtype=torch.bfloat16)
+            bias = Parameter(values.to(weight.device), requires_grad=False)
+            layer.register_parameter(name, bias)
+            set_weight_attrs(bias, {"weight_loader": loader})
+
     def _check(self, layer: torch.nn.Module, weight_scale: str, input_scale: str) -> None:
         if self.is_real:
             check_loaded(layer, *_both("weight_scale"), *_both(weight_scale))
@@ -58,6 +73,7 @@ class Experts(FusedMoEMethodBase):
 
     @property
     def supports_eplb(self) -> bool:
+        """False: vLLM refuses EPLB by the name of the method (vllm 0.32 routed_experts.py:180)."""
         return False
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
@@ -87,6 +103,8 @@ class ModelOptExperts(Experts, modelopt.ModelOptNvFp4FusedMoE):
         mark_unloaded(
             layer, *_both("weight_scale"), *_both("weight_scale_2"), *_both("input_scale")
         )
+        weights = (layer.w13_weight, layer.w2_weight)
+        self._create_biases(layer, weights, kwargs.get("weight_loader"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self._check(layer, "weight_scale_2", "input_scale")
@@ -114,6 +132,8 @@ class CompressedTensorsExperts(Experts, vllm_compressed.CompressedTensorsW4A4Nvf
             *_both("weight_global_scale"),
             *_both("input_global_scale"),
         )
+        weights = (layer.w13_weight_packed, layer.w2_weight_packed)
+        self._create_biases(layer, weights, kwargs.get("weight_loader"))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self._check(layer, "weight_global_scale", "input_global_scale")

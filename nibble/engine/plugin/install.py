@@ -50,7 +50,7 @@ def install() -> None:
     fuse_silu.follow_loading()
     pulse.register()
     queues.size_answer_queue()
-    queues.wait_without_a_loop()
+    queues.sleep_between_looks()
     router_bias.load_router_biases()
     cpu_router.add_biases()
     cpu_rope.rotate_heads_apart()

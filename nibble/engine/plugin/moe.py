@@ -23,6 +23,10 @@ from nibble.engine.plugin.layers import check_loaded, mark_unloaded, merge_exper
 from nibble.engine.plugin.options import current_options, weights_are_real
 from nibble.engine.plugin.require import required, required_of_instances
 
+NO_BIASES = (
+    "vLLM's NVFP4 experts would leave the biases of this model out; NIBBLE_MOE_KERNEL=nibble adds"
+    " them on SM90"
+)
 LINEAR_IN_UP = ("silu", "gelu", "gelu_tanh")  # values of vLLM's MoEActivation; "relu2" has no up
 
 
@@ -40,7 +44,9 @@ def _require_methods() -> None:
     """Check the names of vLLM that the classes below and those of experts.py use."""
     required(FusedMoEMethodBase, "__init__", "self", "moe")
     limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
-    required_of_instances(FusedMoEConfig, "moe_backend", "has_bias", "is_act_and_mul", *limits)
+    required_of_instances(
+        FusedMoEConfig, "moe_backend", "has_bias", "is_act_and_mul", "tp_rank", *limits
+    )
     required_of_instances(RoutedExperts, "activation", "expert_map", *limits)
     modelopt_method = modelopt.ModelOptNvFp4FusedMoE
     compressed_method = vllm_compressed.CompressedTensorsW4A4Nvfp4MoEMethod
@@ -66,6 +72,8 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
         if current_options().weights_only:
             quant_config = copy.copy(quant_config)
             quant_config.quant_method = "W4A16_NVFP4"
+        if moe_config.has_bias:
+            raise ValueError(NO_BIASES)
         self.is_real = weights_are_real()
         super().__init__(quant_config=quant_config, moe_config=moe_config)
 
@@ -96,6 +104,8 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4N
 
     def __init__(self, moe, layer_name: str | None = None, use_a16: bool = False) -> None:
         use_a16 = use_a16 or current_options().weights_only
+        if moe.has_bias:
+            raise ValueError(NO_BIASES)
         self.is_real = weights_are_real()
         super().__init__(moe, layer_name, use_a16=use_a16)
 
@@ -127,9 +137,4 @@ def _merge(method, layer: Any, global_name: str, input_name: str, divisors: bool
 
 def _is_linear_in_up(method, layer: Any) -> bool:
     limits = (getattr(layer, "swiglu_limit", None), getattr(method.moe, "swiglu_limit", None))
-    biased = getattr(method.moe, "has_bias", False)  # up's bias would need the factor too
-    return (
-        layer.activation.value in LINEAR_IN_UP
-        and not biased
-        and all(limit is None for limit in limits)
-    )
+    return layer.activation.value in LINEAR_IN_UP and all(limit is None for limit in limits)

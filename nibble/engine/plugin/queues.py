@@ -8,17 +8,22 @@ through a socket (shm_broadcast.py:936), which takes longer.
 
 A reader asks the memory again and again, with `sched_yield` in between, for a second after its last
 message (shm_broadcast.py:207): through every step of an engine that is in use. On a CPU, that loop
-takes a core from the threads that compute. The socket tells of each message too (:956).
+takes a core from the threads that compute. The socket that wakes a reader after that second is no
+way out: with its high-water mark of 1 it loses a notice that follows another within a millisecond,
+and the reader then waits for up to 5 s (seen with two ranks).
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm import envs
 
 from nibble.engine.contract import CHUNK_MIB
-from nibble.engine.plugin.require import replace, required
+from nibble.engine.plugin.require import replace, required, required_of_instances
+
+LEAST_SLEEP_S, MOST_SLEEP_S = 20e-6, 1e-3
 
 
 def size_answer_queue() -> None:
@@ -39,8 +44,12 @@ def size_answer_queue() -> None:
     replace(multiproc_executor, "MessageQueue", SizedQueue)
 
 
-def wait_without_a_loop() -> None:
-    """On the CPU platform, let readers sleep until the socket tells of a message."""
+def sleep_between_looks() -> None:
+    """On the CPU platform, let readers sleep between two looks at the memory.
+
+    They sleep for a twentieth of the time that they have waited, which a step gets longer by at
+    most.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -48,10 +57,15 @@ def wait_without_a_loop() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     condition = required(shm_broadcast, "SpinCondition")
-    required(condition, "__init__", "self", "is_reader", "context", "notify_address", "busy_loop_s")
+    required(condition, "wait", "self", "timeout_ms")
+    required_of_instances(condition, "last_read", "busy_loop_s")
 
     class SleepingCondition(condition):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options | {"busy_loop_s": 0.0})
+        def wait(self, timeout_ms: int | None = None) -> None:
+            waited_s = time.monotonic() - self.last_read
+            if waited_s > self.busy_loop_s:
+                super().wait(timeout_ms)
+            else:
+                time.sleep(min(max(waited_s / 20, LEAST_SLEEP_S), MOST_SLEEP_S))
 
     replace(shm_broadcast, "SpinCondition", SleepingCondition)

@@ -140,21 +140,23 @@ class EngineOptions(BaseModel):
     trials: Literal["auto", "always", "off"] = option(
         "auto",
         "Engine",
-        "Whether a start on a GPU tries the linear kernels first, 15 s at most, where no result is"
-        " known for the GPU, driver and build: `auto` (except on H100 and H200), `always` or `off`"
+        "Whether a start on a GPU tries the kernels of linear layers and experts first, 15 s at"
+        " most, where no result is known for the GPU, driver and build: `auto` (except on H100 and"
+        " H200), `always` or `off`"
         " (docs/selftest.md).",
         "NIBBLE_TRIALS",
         flag="--trials",
         expected="auto, always or off",
     )
-    moe_kernel: contract.Kernel = option(
-        "vllm",
+    moe_kernel: Literal["auto", contract.Kernel] = option(
+        "auto",
         "Engine",
-        "Kernel for NVFP4 experts with BF16 activations on a GPU: `vllm` (vLLM's choice) or"
-        " `nibble`.",
+        "Kernel for NVFP4 experts with BF16 activations on a GPU: `vllm` (vLLM's choice),"
+        " `nibble` or `auto`, which is vLLM's choice, and after trials on this machine the faster"
+        " one (docs/selftest.md).",
         "NIBBLE_MOE_KERNEL",
         flag="--moe-kernel",
-        expected="vllm or nibble",
+        expected="auto, vllm or nibble",
     )
     sparse_fp4: contract.Switch = option(
         "off",

@@ -17,7 +17,7 @@ from nibble.trials.worker.truth import PART_OF_RESULT, ROW_LIMITS, activations, 
 def run(trial: Trial, say: Callable[[str], None]) -> dict[str, Any]:
     worst = 0.0
     for shape in trial.shapes:
-        weight = activations(*shape, trial.device, seed=3)
+        weight = activations(shape[0], shape[1], trial.device, seed=3)
         for rows in trial.rows:
             place = f"{shape_name(shape)} with {rows} rows"
             say(f"run:{place}")

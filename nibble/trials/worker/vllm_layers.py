@@ -28,10 +28,10 @@ def vllm_layer(backend: str, form: str, weight: Weight) -> Prepared:
     Raises Refused where vLLM has no such kernel here.
     """
     device = weight.codes.device
-    _world(device.type)
+    enter_world(device.type)
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(_config(backend)):
+    with set_current_vllm_config(config_of(backend)):
         layer = _layer(weight, form)
         kernel = getattr(layer.quant_method, "kernel", None)
         ran = type(kernel).__name__ if kernel else "?"
@@ -43,16 +43,16 @@ def vllm_layer(backend: str, form: str, weight: Weight) -> Prepared:
         return lambda x: of.quant_method.apply(of, x, None)
 
     # Humming, Marlin and other weight-only kernels leave the activations of W4A4 layers in BF16.
-    served = form if form == WEIGHT_ONLY or not _is_weight_only(ran) else WEIGHT_ONLY
+    served = form if form == WEIGHT_ONLY or not is_weight_only(ran) else WEIGHT_ONLY
     return Prepared(product(layer), served, ran, lambda: product(_copied(layer)))
 
 
-def _is_weight_only(kernel: str) -> bool:
-    return any(name in kernel for name in ("Marlin", "Humming", "W4A16"))
+def is_weight_only(kernel: str) -> bool:
+    return any(name in kernel.lower() for name in ("marlin", "humming", "w4a16"))
 
 
 @functools.cache
-def _world(device: str) -> None:
+def enter_world(device: str) -> None:
     """One rank. Its rendezvous is a file that lives as long as the process."""
     os.environ |= {"VLLM_PLUGINS": "", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -78,7 +78,7 @@ def _give_the_cpu_an_emulation() -> None:
 
 
 @functools.cache
-def _config(backend: str) -> Any:
+def config_of(backend: str) -> Any:
     from vllm.config import KernelConfig, VllmConfig
 
     flags: dict[str, Any] = {"linear_backend": backend}

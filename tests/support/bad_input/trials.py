@@ -52,6 +52,10 @@ def trial_rows() -> list[Row]:
             Case(("tune", "--shape", "4096x4096:fp8")),
             Case(("tune", "--shape", "4095x4096")),
             Case(("tune", "--shape", "0x16")),
+            Case(("tune", "--shape", "128x8x2048")),
+            Case(("tune", "--shape", "8x16x2048x768x2")),
+            Case(("tune", "--shape", "128x8x2048x760x2")),
+            Case(("tune", "--shape", "128x8x2048x768x3")),
         ),
         row(
             "tune-cpu",

@@ -45,6 +45,7 @@ class Shape:
     head_dim: int = 32
     vocabulary: int = 128
     experts: int = 0
+    chosen: int = 2  # experts of a token
 
     def config(self) -> dict[str, Any]:
         """config.json without quantization."""
@@ -68,7 +69,7 @@ class Shape:
         }
         experts = {
             "num_experts": self.experts,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": self.chosen,
             "moe_intermediate_size": self.intermediate,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,

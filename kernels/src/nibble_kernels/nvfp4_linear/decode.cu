@@ -1,7 +1,4 @@
 // nibble::nvfp4_decode_linear: how the work of decode.cuh is divided, and its launch.
-#include <map>
-#include <mutex>
-
 #include "nibble/decode_launch.h"
 
 namespace nibble::decode {
@@ -30,31 +27,6 @@ struct Division {
   uint32_t ranks, clusters, chunks_per_phase;
 };
 
-// Clusters of `ranks` thread blocks, of which a multiprocessor has one, that the device runs at a time. Some
-// of its multiprocessors may have no neighbours left for one.
-template <class T, class Operand, class Form>
-uint32_t clusters_at_a_time(uint32_t ranks, const Device& device) {
-  if (ranks == 1) return device.multiprocessors;
-  static std::mutex mutex;
-  static std::map<std::pair<int, uint32_t>, uint32_t> known;
-  const std::lock_guard lock(mutex);
-  const auto [place, is_new] = known.try_emplace({device.index, ranks});
-  if (is_new) {
-    const auto kernel = multiply<T, Operand, Form>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(device.shared_bytes)));
-    const Launch launch(device.multiprocessors / ranks * ranks, ranks, Form::kThreads, device.shared_bytes,
-                        nullptr);
-    int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config) != cudaSuccess) {
-      cudaGetLastError();  // a device without clusters
-      clusters = 0;
-    }
-    place->second = std::min(static_cast<uint32_t>(clusters), device.multiprocessors / ranks);
-  }
-  return place->second;
-}
-
 // Nanoseconds until the last multiprocessor is through: what it reads of the weight and of x, and what rounds
 // cost. Fitted to every division's time for 40 products on an H200 (benchmarks/results/
 // nvfp4_linear_divisions_h200.json): what it chooses takes 0.2 % longer than the best. Only proportions
@@ -80,7 +52,8 @@ Division division_of(const Run& run, uint32_t tokens) {
   std::optional<Division> best;
   for (uint32_t ranks = 1; ranks <= 4; ranks *= 2) {
     if (!run.division.empty() && ranks != run.division[0]) continue;
-    const uint32_t clusters = clusters_at_a_time<T, Operand, Form>(ranks, run.device);
+    const uint32_t clusters = clusters_at_a_time<multiply<T, Operand, Form>>(
+        ranks, Form::kThreads, run.device.shared_bytes, run.device);
     if (clusters == 0 || ranks > p.chunks) continue;
     const uint32_t chunks = quotient_up(p.chunks, ranks);
     Division division{ranks, std::min(clusters, p.groups),

@@ -1,7 +1,4 @@
 // nibble::nvfp4_warpgroup_linear: x in the order of warpgroup.cuh, how the work is divided, and the launches.
-#include <map>
-#include <mutex>
-
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
 #include "nvfp4_linear/warpgroup.cuh"
@@ -43,26 +40,6 @@ __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_const
   extern __shared__ __align__(128) uint8_t shared[];
   Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
 #endif
-}
-
-// As in decode.cu: clusters that the device runs at a time.
-template <class T, class Operand, class Form>
-uint32_t clusters_at_a_time(uint32_t ranks, const Device& device) {
-  if (ranks == 1) return device.multiprocessors;
-  static std::mutex mutex;
-  static std::map<std::pair<int, uint32_t>, uint32_t> known;
-  const std::lock_guard lock(mutex);
-  const auto [place, is_new] = known.try_emplace({device.index, ranks});
-  if (is_new) {
-    const auto kernel = multiply<T, Operand, Form>;
-    const uint32_t bytes = Form::shared_bytes(ranks);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-    const Launch launch(device.multiprocessors / ranks * ranks, ranks, Form::kThreads, bytes, nullptr);
-    int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config) != cudaSuccess) cudaGetLastError();
-    place->second = static_cast<uint32_t>(clusters);
-  }
-  return place->second;
 }
 
 // Boxes of `box_rows` rows of `words` words, from a matrix whose rows are `chunks` times as long.
@@ -117,7 +94,9 @@ Division division_for(const Run& run) {
   const std::optional<Division> best = division_of<Forms>(
       {p.tokens, p.groups, p.chunks}, run.device.multiprocessors,
       [&](uint32_t ranks) {
-        return clusters_at_a_time<T, Operand, typename Forms::Clusters>(ranks, run.device);
+        using Clusters = typename Forms::Clusters;
+        return decode::clusters_at_a_time<multiply<T, Operand, Clusters>>(
+            ranks, Clusters::kThreads, Clusters::shared_bytes(ranks), run.device);
       },
       [&](Sharing sharing, uint32_t ranks) {
         return run.division.empty() || (run.division[1] == static_cast<int64_t>(sharing) &&

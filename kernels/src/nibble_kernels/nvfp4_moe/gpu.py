@@ -207,8 +207,8 @@ def nvfp4_moe_linear(
     topk_ids: int32 [T, k], different ones for a token; a negative or too large id is an expert of
     another process and adds nothing. The activation is reference.activate's with gate's rows first.
     Biases: bfloat16 [E, rows]. A token's bits depend on the number of tokens through its form
-    alone. form: tokens of a tile (8, 16, 32, 64 or
-    128), for tests and measurements.
+    alone. form: tokens of a tile (8, 16, 32, 64 or 128), or -8 or -16 for one launch that sorts and
+    adds up too, for tests and measurements.
     """
     return _moe_linear(
         x,
@@ -236,10 +236,12 @@ def _weight_moe(
     w13_codes: Tensor,
     w13_scales: Tensor,
     w13_global_scales: Tensor,
+    w13_bias: Tensor | None,
     w13_rows: int,
     w2_codes: Tensor,
     w2_scales: Tensor,
     w2_global_scales: Tensor,
+    w2_bias: Tensor | None,
     w2_rows: int,
     native: bool,
     function: int,
@@ -252,8 +254,9 @@ def _weight_moe(
     w2 = PreparedExperts(w2_codes, w2_scales, w2_global_scales, w2_rows, native)
     tokens, topk = topk_ids.shape
     activation = (function, gated, limit, alpha, beta)
-    if _uses_tiles(x, tokens * topk, len(w13_codes)) or activation != SILU:
-        parts = (*w13[:3], None, w13_rows, *w2[:3], None, w2_rows)
+    is_plain = activation == SILU and w13_bias is None and w2_bias is None
+    if _uses_tiles(x, tokens * topk, len(w13_codes)) or not is_plain:
+        parts = (*w13[:3], w13_bias, w13_rows, *w2[:3], w2_bias, w2_rows)
         return _moe_linear(x, topk_weights, topk_ids, *parts, *activation, 0)
     if tokens > MAX_DECODE_TOKENS or topk > MAX_PAIRS:
         return _grouped(x, topk_weights, topk_ids, w13, w2)
@@ -308,9 +311,9 @@ def _grouped(
 
 _moe = operator(
     "nvfp4_weight_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor"
-    " w13_scales, Tensor w13_global_scales, int w13_rows, Tensor w2_codes, Tensor w2_scales, Tensor"
-    " w2_global_scales, int w2_rows, bool native, int function, bool gated, float limit, float"
-    " alpha, float beta) -> Tensor",
+    " w13_scales, Tensor w13_global_scales, Tensor? w13_bias, int w13_rows, Tensor w2_codes, Tensor"
+    " w2_scales, Tensor w2_global_scales, Tensor? w2_bias, int w2_rows, bool native, int function,"
+    " bool gated, float limit, float alpha, float beta) -> Tensor",
     _weight_moe,
     lambda x, *rest: torch.empty_like(x),
 )
@@ -328,16 +331,20 @@ def nvfp4_weight_moe(
     limit: float = math.inf,
     alpha: float = 1.0,
     beta: float = 0.0,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
 ) -> Tensor:
     """The sum of the experts' outputs times topk_weights [T, k], [T, H], for x bfloat16 [T, H].
 
     topk_ids: as in nvfp4_moe_decode_linear; w13: gate's rows and then up's, with the activation of
-    nvfp4_moe_linear between the products. One operator, which chooses when it runs. On SM90,
-    nvfp4_moe_linear takes any number of tokens. Elsewhere only silu · mul is compiled: up to
+    nvfp4_moe_linear between the products; biases: as there. One operator, which chooses when it
+    runs. On SM90, nvfp4_moe_linear takes any number of tokens. Elsewhere only silu · mul without
+    biases is compiled: up to
     MAX_DECODE_TOKENS tokens, decode kernels read the experts in use, 64 pairs at a time. For more
     tokens, w13 and then w2 of all experts are dequantized, exactly, into a temporary tensor, and
     torch multiplies; each product is then rounded to x's dtype before its global scale.
     """
     ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
     activation = (FUNCTIONS.index(function), gated, limit, alpha, beta)
-    return _moe(x.contiguous(), weights, ids, *w13[:4], *w2[:4], w13.native, *activation)
+    parts = (*w13[:3], w13_bias, w13.rows, *w2[:3], w2_bias, w2.rows)
+    return _moe(x.contiguous(), weights, ids, *parts, w13.native, *activation)

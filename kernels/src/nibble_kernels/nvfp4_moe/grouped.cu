@@ -1,7 +1,10 @@
-// nibble::nvfp4_moe_linear: the launches of route.cuh and grouped.cuh.
+// nibble::nvfp4_moe_linear: the launches of route.cuh, grouped.cuh and once.cuh.
+#include <map>
+#include <mutex>
+
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
-#include "nvfp4_moe/grouped.cuh"
+#include "nvfp4_moe/once.cuh"
 #include "nvfp4_moe/route.cuh"
 
 namespace nibble::experts {
@@ -43,7 +46,23 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     multiply(const __grid_constant__ Problem problem) {
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
-  Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
+  RoutedBefore routes{problem};
+  const Multiplier<T, Operand, Form, RoutedBefore> multiplier{problem, instruction::shared_place(shared),
+                                                              routes};
+  multiplier.start();
+  instruction::let_next_kernel_start();
+  instruction::wait_for_previous_kernel();
+  multiplier.run();
+#endif
+}
+
+template <class T, class Operand, class Form>
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
+    multiply_at_once(const __grid_constant__ Problem problem, const __grid_constant__ Choices choices) {
+#if NIBBLE_HAS_WARPGROUP_PRODUCTS
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ PairTable table;
+  run_at_once<T, Operand, Form>(problem, choices, instruction::shared_place(shared), table);
 #endif
 }
 
@@ -71,16 +90,6 @@ __global__ void __launch_bounds__(kSumThreads)
   out[at] = make_uint4(pair_of(T(), sums[0], sums[1]), pair_of(T(), sums[2], sums[3]),
                        pair_of(T(), sums[4], sums[5]), pair_of(T(), sums[6], sums[7]));
 }
-
-// Parts of one temporary tensor.
-struct Parts {
-  int64_t bytes = 0;
-  int64_t add(int64_t more) {
-    const int64_t at = bytes;
-    bytes += (more + 127) / 128 * 128;
-    return at;
-  }
-};
 
 struct Run {
   Problem problem;
@@ -110,26 +119,20 @@ void multiply_with(Run& run) {
   Ordering& o = run.ordering;
   describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
   describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
-  r.most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs);
-  p.most_tiles = r.most_tiles;
-  Parts parts;
-  const int64_t x = parts.add(int64_t{r.most_tiles} * o.chunks * Form::kXBytes),
-                inner = parts.add(int64_t{r.most_tiles} * o.inner_chunks * Form::kXBytes),
-                products = parts.add(int64_t{r.pairs} * p.second.outputs * sizeof(T)),
-                tiles = parts.add(r.most_tiles * sizeof(Tile)), order = parts.add(r.pairs * 4),
-                weights = parts.add(r.pairs * 4), complete = parts.add(r.most_tiles * 4),
-                counters = parts.add(8);
-  const Tensor work = torch::stable::new_empty(run.x, {parts.bytes / 2}, run.x.scalar_type());
+  const Workspace w = Workspace::of<Form>(r.pairs, r.experts, o.chunks, o.inner_chunks, p.second.outputs);
+  r.most_tiles = p.most_tiles = w.most_tiles;
+  static_assert(sizeof(T) == 2);
+  const Tensor work = torch::stable::new_empty(run.x, {w.parts.bytes / 2}, run.x.scalar_type());
   uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
-  p.x = o.to = reinterpret_cast<uint4*>(begin + x);
-  o.inner = reinterpret_cast<uint4*>(begin + inner);
-  p.inner = reinterpret_cast<uint32_t*>(begin + inner);
-  p.products = begin + products;
-  p.tiles = r.tiles = reinterpret_cast<Tile*>(begin + tiles);
-  p.pairs = r.order = reinterpret_cast<uint32_t*>(begin + order);
-  p.weights = r.ordered_weights = reinterpret_cast<float*>(begin + weights);
-  p.complete = r.complete = reinterpret_cast<uint32_t*>(begin + complete);
-  p.queue = r.queue = reinterpret_cast<uint32_t*>(begin + counters);
+  p.x = o.to = reinterpret_cast<uint4*>(begin + w.x);
+  o.inner = reinterpret_cast<uint4*>(begin + w.inner);
+  p.inner = reinterpret_cast<uint32_t*>(begin + w.inner);
+  p.products = begin + w.products;
+  p.tiles = r.tiles = reinterpret_cast<Tile*>(begin + w.tiles);
+  p.pairs = r.order = reinterpret_cast<uint32_t*>(begin + w.order);
+  p.weights = r.ordered_weights = reinterpret_cast<float*>(begin + w.weights);
+  p.complete = r.complete = reinterpret_cast<uint32_t*>(begin + w.complete);
+  p.queue = r.queue = reinterpret_cast<uint32_t*>(begin + w.counters);
   p.tile_count = r.tile_count = r.queue + 1;
 
   const uint32_t units = r.most_tiles * (o.chunks + 1) * Form::kTokenGroups;
@@ -150,14 +153,77 @@ void multiply_with(Run& run) {
       run.tokens, o.topk, pieces);
 }
 
-// For so many pairs an expert: fitted to every form's time on an H200 (docs/kernels/nvfp4_linear.md).
-int64_t form_of(uint32_t pairs, uint32_t experts) {
-  const float each = static_cast<float>(pairs) / static_cast<float>(experts);
-  return each <= 4.5f ? 8 : each <= 9 ? 16 : each <= 18 ? 32 : each <= 72 ? 64 : 128;
+// Counters of one launch at a time: of a stream, on which launches follow each other. Null where there are
+// none: while a stream is captured before any launch, and for more streams than there is room for.
+Counters* counters_of(const Device& device, cudaStream_t stream) {
+  constexpr size_t kStreams = 64;
+  struct Pool {
+    Counters* first = nullptr;
+    std::map<cudaStream_t, size_t> streams;
+  };
+  static std::mutex mutex;
+  static std::map<int, Pool> pools;
+  const std::lock_guard lock(mutex);
+  Pool& pool = pools[device.index];
+  if (pool.first == nullptr) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status));
+    if (status != cudaStreamCaptureStatusNone) return nullptr;
+    check(cudaMalloc(reinterpret_cast<void**>(&pool.first), kStreams * sizeof(Counters)));
+    check(cudaMemset(pool.first, 0, kStreams * sizeof(Counters)));
+    check(cudaDeviceSynchronize());
+  }
+  const auto [place, is_new] = pool.streams.try_emplace(stream, pool.streams.size());
+  return place->second < kStreams ? pool.first + place->second : nullptr;
 }
 
+// The number of pairs up to which one launch does everything. 0: it has not been measured; planned are 64.
+constexpr uint32_t kPairsAtOnce = 0;
+
+template <class T, class Operand, class Form>
+bool multiply_at_once_with(Run& run) {
+  Problem& p = run.problem;
+  const Routing& r = run.routing;
+  if (r.pairs > kMostPairsAtOnce || quotient_up(p.second.groups, Form::kGroups) > kMostRowBlocks)
+    return false;
+  Counters* const counters = counters_of(run.device, run.stream);
+  if (counters == nullptr) return false;
+  describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
+  describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
+  p.most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs);
+  Parts parts;
+  const int64_t inner = parts.add(int64_t{p.most_tiles} * p.second.chunks * Form::kXBytes),
+                products = parts.add(int64_t{r.pairs} * p.second.outputs * sizeof(T));
+  const Tensor work = torch::stable::new_empty(run.x, {parts.bytes / 2}, run.x.scalar_type());
+  uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
+  p.inner = reinterpret_cast<uint32_t*>(begin + inner);
+  p.products = begin + products;
+  p.queue = &counters->queue;
+  p.complete = counters->complete;
+  const Choices choices{.ids = r.ids,
+                        .weights = r.weights,
+                        .x = run.ordering.x,
+                        .out = run.out.mutable_data_ptr(),
+                        .pairs = r.pairs,
+                        .experts = r.experts,
+                        .tokens = run.tokens,
+                        .topk = run.ordering.topk,
+                        .columns = run.ordering.columns,
+                        .counters = counters};
+  const uint32_t most_units = p.most_tiles * (p.first.row_blocks + p.second.row_blocks);
+  const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
+  Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply_at_once<T, Operand, Form>, p,
+                                                                    choices);
+  return true;
+}
+
+// By the number of tokens of a tile; a negative one asks for one launch, for tests and measurements.
 template <class T, class Operand>
 void multiply_all(Run& run, int64_t tokens) {
+  const bool at_once = tokens < 0 || run.routing.pairs <= kPairsAtOnce;
+  tokens = tokens < 0 ? -tokens : tokens;
+  if (at_once && tokens == 8 && multiply_at_once_with<T, Operand, Form8>(run)) return;
+  if (at_once && tokens == 16 && multiply_at_once_with<T, Operand, Form16>(run)) return;
   if (tokens == 8) return multiply_with<T, Operand, Form8>(run);
   if (tokens == 16) return multiply_with<T, Operand, Form16>(run);
   if (tokens == 32) return multiply_with<T, Operand, Form32>(run);
@@ -227,7 +293,7 @@ Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const T
   run.ordering.inner_columns = static_cast<uint32_t>(inner);
   run.ordering.inner_chunks = run.problem.second.chunks;
   multiply_all<__nv_bfloat16, BfloatOperand>(
-      run, form > 0 ? form : form_of(run.routing.pairs, run.routing.experts));
+      run, form != 0 ? form : form_of(run.routing.pairs, run.routing.experts));
   return out;
 }
 

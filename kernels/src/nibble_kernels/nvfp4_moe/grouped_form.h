@@ -1,6 +1,7 @@
 // The forms of the kernel in grouped.cuh, for host and device.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "nvfp4_linear/warpgroup_form.h"
@@ -19,8 +20,8 @@ constexpr uint32_t kSlots = 4;  // tiles whose intermediate is written and not y
 
 constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
-// Tokens: of a tile, all of one expert. Warps: that multiply. Blocks: of a multiprocessor; one multiplies while
-// another writes. Warpgroup: products of a warpgroup, with x ordered for them; else products of a warp.
+// Tokens: of a tile, all of one expert. Warps: that multiply. Blocks: of a multiprocessor; one multiplies
+// while another writes. Warpgroup: products of a warpgroup, with x ordered for them; else products of a warp.
 template <bool Warpgroup, uint32_t Tokens, uint32_t Warps, uint32_t Strips, uint32_t Stages, uint32_t Blocks>
 struct Form {
   static_assert(Warpgroup || Strips == 1);
@@ -32,13 +33,11 @@ struct Form {
   static constexpr bool kMovesRegisters = Tokens * Strips > 128;
   static constexpr uint32_t kThreads = (Warps + (kMovesRegisters ? kWarps : 2)) * kLanes;
   static constexpr uint32_t kXBytes = Tokens * kChunk * 2;  // of a chunk
-  static constexpr uint32_t kWeightBytes = kGroups * kTileBytes,
-                            kStageBytes = kWeightBytes + kXBytes;
+  static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kStageBytes = kWeightBytes + kXBytes;
   static constexpr uint32_t kSums = Tokens / 2;  // of a lane and strip
   static constexpr uint32_t kUnitBytes = Stages * 16, kBarrierBytes = (2 * Stages + 2 * kSlots) * 8,
                             kSlotBytes = kSlots * 4;
-  static constexpr uint32_t kSharedBytes =
-      kStages * kStageBytes + kUnitBytes + kBarrierBytes + kSlotBytes;
+  static constexpr uint32_t kSharedBytes = kStages * kStageBytes + kUnitBytes + kBarrierBytes + kSlotBytes;
   static_assert((kSharedBytes + 1024) * Blocks <= warpgroup::kSharedBytes + 1024);
 
   // The place of two columns of a token, in words of a tile's chunk.
@@ -59,6 +58,47 @@ using Form128 = Form<true, 128, 8, 2, 4, 1>;
 // A tile of tokens: of `expert`, from the position `first` of the pairs in order.
 struct alignas(16) Tile {
   uint32_t expert, first, count, unused;
+};
+
+// For so many pairs an expert: fitted to every form's time on an H200 (docs/kernels/nvfp4_linear.md).
+inline int64_t form_of(uint32_t pairs, uint32_t experts) {
+  const float each = static_cast<float>(pairs) / static_cast<float>(experts);
+  return each <= 4.5f ? 8 : each <= 9 ? 16 : each <= 18 ? 32 : each <= 72 ? 64 : 128;
+}
+
+// Parts of one temporary tensor.
+struct Parts {
+  int64_t bytes = 0;
+  int64_t add(int64_t more) {
+    const int64_t at = bytes;
+    bytes += (more + 127) / 128 * 128;
+    return at;
+  }
+};
+
+// What route.cuh and grouped.cuh keep in a temporary tensor, in bytes from its beginning. `chunks`: of x;
+// `inner_chunks`: of the intermediate; `outputs`: of w2, in two bytes each. nibble/plan/expert_memory.py
+// counts the same.
+struct Workspace {
+  uint32_t most_tiles;
+  Parts parts;
+  int64_t x, inner, products, tiles, order, weights, complete, counters;
+
+  template <class Form>
+  static Workspace of(uint32_t pairs, uint32_t experts, uint32_t chunks, uint32_t inner_chunks,
+                      uint32_t outputs) {
+    Workspace w{};
+    w.most_tiles = std::min(experts + pairs / Form::kTokens, pairs);
+    w.x = w.parts.add(int64_t{w.most_tiles} * chunks * Form::kXBytes);
+    w.inner = w.parts.add(int64_t{w.most_tiles} * inner_chunks * Form::kXBytes);
+    w.products = w.parts.add(int64_t{pairs} * outputs * 2);
+    w.tiles = w.parts.add(w.most_tiles * sizeof(Tile));
+    w.order = w.parts.add(int64_t{pairs} * 4);
+    w.weights = w.parts.add(int64_t{pairs} * 4);
+    w.complete = w.parts.add(int64_t{w.most_tiles} * 4);
+    w.counters = w.parts.add(8);
+    return w;
+  }
 };
 
 }  // namespace nibble::experts

@@ -50,13 +50,17 @@ def _reference(
     return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
+def _fake(
+    x: Tensor, codes: Tensor, places: Tensor, scales: Tensor, outputs: int, *rest: object
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[4] else 1)))
+
+
 _operator = operator(
     "nvfp4_sparse_linear(Tensor x, Tensor codes, Tensor places, Tensor scales, int outputs, bool"
     " native, float global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul) -> Tensor",
     _reference,
-    lambda x, codes, places, scales, outputs, *rest: x.new_empty(
-        (*x.shape[:-1], outputs // (2 if rest[4] else 1))
-    ),
+    _fake,
 )
 
 
@@ -109,9 +113,7 @@ _weight_operator = operator(
     " bool native, float global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, bool"
     " batch_invariant) -> Tensor",
     _weight_linear,
-    lambda x, codes, places, scales, outputs, *rest: x.new_empty(
-        (*x.shape[:-1], outputs // (2 if rest[4] else 1))
-    ),
+    _fake,
 )
 
 

@@ -1,6 +1,8 @@
 // What the launches of decode.cuh's kernels share.
 #pragma once
 
+#include <map>
+#include <mutex>
 #include <optional>
 
 #include "nibble/cuda.h"
@@ -87,6 +89,30 @@ struct Launch {
     check(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 };
+
+// Clusters of `ranks` thread blocks with so much shared memory that the device runs at a time, 0 without
+// clusters. Some of its multiprocessors may have no neighbours left for one. Found once for each kernel,
+// which Kernel tells apart.
+template <auto Kernel>
+uint32_t clusters_at_a_time(uint32_t ranks, uint32_t threads, uint32_t shared_bytes, const Device& device) {
+  if (ranks == 1) return device.multiprocessors;
+  static std::mutex mutex;
+  static std::map<std::pair<int, uint32_t>, uint32_t> known;
+  const std::lock_guard lock(mutex);
+  const auto [place, is_new] = known.try_emplace({device.index, ranks});
+  if (is_new) {
+    check(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared_bytes)));
+    const Launch launch(device.multiprocessors / ranks * ranks, ranks, threads, shared_bytes, nullptr);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &launch.config) != cudaSuccess) {
+      cudaGetLastError();
+      clusters = 0;
+    }
+    place->second = std::min(static_cast<uint32_t>(clusters), device.multiprocessors / ranks);
+  }
+  return place->second;
+}
 
 // Calls f(type of x, operands): those of `native` codes are float16, those of shifted ones bfloat16, as x is.
 template <class F>

@@ -1,0 +1,74 @@
+"""The shapes of a model's NVFP4 experts on one GPU, as vLLM builds them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.nvfp4 import EXPERT, GROUP_SIZE, STACKED_EXPERTS, Nvfp4Weight
+from nibble.trials.choose import Form, Use
+from nibble.trials.trial import Shape
+
+DOWN = ("down_proj", "w2")  # the second weight of an expert; all others are of the first
+GATES = ("gate_proj", "w1", "gate_up_proj")
+
+
+def expert_uses(checkpoint: Checkpoint, args: Mapping[str, Any], form: Form) -> tuple[Use, ...]:
+    """Each distinct shape with its number of layers, the largest first; drafts are left out.
+
+    None for experts that vLLM cannot divide over the GPUs of `args`.
+    """
+    experts, chosen = checkpoint.num_experts, checkpoint.experts_per_token
+    if not experts or not chosen:
+        return ()
+    layers: defaultdict[str, dict[str, Nvfp4Weight]] = defaultdict(dict)
+    for weight in expert_weights(checkpoint):
+        if not weight.is_draft:
+            layer, name = _place(weight)
+            layers[layer].setdefault(name, weight)
+    counts = Counter(
+        shape
+        for parts in layers.values()
+        if (shape := _on_one_gpu(parts, experts, chosen, args)) is not None
+    )
+    ordered = sorted(counts, key=lambda shape: (-shape[0] * shape[2] * shape[3], shape))
+    return tuple(Use(shape, counts[shape], form) for shape in ordered)
+
+
+def expert_weights(checkpoint: Checkpoint) -> Iterable[Nvfp4Weight]:
+    """The NVFP4 weights of experts, stacked or one by one."""
+    return (weight for weight in checkpoint.nvfp4 if weight.experts or EXPERT.match(weight.module))
+
+
+def _place(weight: Nvfp4Weight) -> tuple[str, str]:
+    """The layer's experts and the weight's name among them."""
+    if match := EXPERT.match(weight.module):
+        return match[1], match[3]
+    layer, _, name = weight.module.rpartition(".")
+    return layer, name if STACKED_EXPERTS.search(weight.module) else ""
+
+
+def _on_one_gpu(
+    parts: Mapping[str, Nvfp4Weight], experts: int, chosen: int, args: Mapping[str, Any]
+) -> Shape | None:
+    """With expert parallelism each GPU has some of the experts, else a part of each."""
+    second = next((parts[name] for name in DOWN if name in parts), None)
+    if second is None:
+        return None
+    ranks = int(args.get("--tensor-parallel-size") or 1) * int(
+        args.get("--data-parallel-size") or 1
+    )
+    hidden, intermediate = second.rows, second.columns
+    halves = 2 if any(name in parts for name in GATES) else 1
+    if args.get("--enable-expert-parallel") is True:
+        return (
+            -(-experts // ranks),
+            min(chosen, -(-experts // ranks)),
+            hidden,
+            intermediate,
+            halves,
+        )
+    part, rest = divmod(intermediate, ranks)
+    return None if rest or part % GROUP_SIZE else (experts, chosen, hidden, part, halves)

@@ -1,0 +1,29 @@
+"""What a plan says of the kernels of linear layers, and of experts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nibble.plan.choice import Choice
+from nibble.trials.choose import ShapeChoice, Use
+
+DEFAULT_SEQUENCES = 256  # vLLM's, where nothing sets --max-num-seqs
+UNTRIED = "a start here, or `nibble tune`, tries it on this machine"
+
+
+@dataclass(frozen=True)
+class PartKernels:
+    """`choice`: `vllm` or `nibble` with the reason; None on the CPU and for a checkpoint without
+    such NVFP4 layers. `shapes`: the choice for each shape, where trials on this machine count.
+    `backend`: a --linear-backend in place of vLLM's choice, which was wrong here. `uses`: the
+    shapes that a start tries first, with nibble's kernel (`tries_ours`), for time too (`is_timed`);
+    empty for another machine.
+    """
+
+    choice: Choice | None = None
+    shapes: tuple[ShapeChoice, ...] = ()
+    backend: str = ""
+    notices: tuple[str, ...] = ()
+    uses: tuple[Use, ...] = ()
+    tries_ours: bool = False
+    is_timed: bool = False

@@ -1,0 +1,94 @@
+"""Each method of vLLM's for NVFP4 experts, in vLLM's own layers, with nibble's kernel for GPUs:
+formats, activations by vLLM's definitions, biases, expert parallelism, and what is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.changes import OPERATORS
+from tests.support.paths import ROOT, python_path
+
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
+Case = dict[str, Any]
+OAI = {"swiglu_limit": 1.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+SERVED: list[Case] = [
+    {"form": "modelopt", "activation": "silu"},
+    {"form": "modelopt w4a4", "activation": "silu"},
+    {"form": "compressed-tensors", "activation": "silu"},
+    {"form": "modelopt", "activation": "silu", "swiglu_limit": 0.5},
+    {"form": "modelopt", "activation": "gelu_tanh"},
+    {"form": "modelopt", "activation": "swigluoai", "biased": True},
+    {"form": "compressed-tensors", "activation": "swigluoai", "biased": True},
+    {"form": "modelopt", "activation": "swigluoai_uninterleave", **OAI},
+    {"form": "modelopt", "activation": "relu2_no_mul"},
+    {"form": "compressed-tensors", "activation": "silu_no_mul"},
+    {"form": "modelopt", "activation": "silu", "part": True},
+]
+OTHERS = "gelu_tanh or relu2, limits or biases"
+REFUSED: list[tuple[Case, str]] = [
+    ({"form": "modelopt", "activation": "gelu"}, OTHERS),
+    ({"form": "modelopt", "activation": "swiglustep"}, OTHERS),
+    (
+        {"form": "modelopt", "activation": "situ", "activation_situ_beta": 1.0},
+        "experts with the activation 'situ' are not supported",
+    ),
+    ({"form": "modelopt", "activation": "silu", "apply_router_weight_on_input": True}, OTHERS),
+    ({"form": "modelopt", "activation": "swigluoai_uninterleave"}, "needs swiglu_limit"),
+    (
+        {"form": "modelopt", "activation": "silu", "eplb": True},
+        "EPLB is not supported NibbleModelOptNvFp4MoE",
+    ),
+    (
+        {"form": "compressed-tensors", "activation": "silu", "eplb": True},
+        "EPLB is not supported NibbleCompressedTensorsNvFp4MoE",
+    ),
+    ({"form": "modelopt per token", "activation": "silu"}, "nvfp4_per_token are not supported"),
+    (
+        {"form": "modelopt", "activation": "silu", "biased": True, "own": False},
+        "vLLM's NVFP4 experts would leave the biases",
+    ),
+    (
+        {"form": "compressed-tensors", "activation": "silu", "biased": True, "own": False},
+        "vLLM's NVFP4 experts would leave the biases",
+    ),
+]
+LIMIT = 0.004  # three roundings to BF16
+
+
+@pytest.fixture(scope="module")
+def found(installed: Any) -> dict[str, float | str]:
+    """The error of each case, or what refused it."""
+    cases = [*SERVED, *(case for case, _ in REFUSED)]
+    environ = os.environ | {"PYTHONPATH": python_path(installed, ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.in_vllm.expert_layers"],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.strip().splitlines()[-1])
+    return {str(case): result for case, result in zip(cases, results, strict=True)}
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_the_layer_computes_vllms_formula(found: dict[str, float | str], case: Case) -> None:
+    error = found[str(case)]
+    assert isinstance(error, float), error
+    assert error < LIMIT
+
+
+@pytest.mark.parametrize(("case", "name"), REFUSED, ids=str)
+def test_what_no_kernel_computes_is_refused_by_name(
+    found: dict[str, float | str], case: Case, name: str
+) -> None:
+    assert name in str(found[str(case)])

@@ -1,0 +1,83 @@
+"""Trials of experts on the CPU: nibble's, and a layer that vLLM builds, with its times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.changes import OPERATORS
+from tests.support.paths import ROOT, python_path
+
+pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS, "nibble/trials")]
+SHAPES = [[4, 2, 128, 96, 2], [6, 3, 64, 48, 2]]
+# vLLM has no NVFP4 experts for the CPU: nibble's take their place, which round FP4 activations.
+PROGRAM = """
+import json, sys
+from nibble.trials.trial import Trial
+from nibble.trials.worker import experts
+from nibble.trials.worker.tasks import Teller
+from nibble.trials.worker.vllm_layers import enter_world
+enter_world("cpu")
+from vllm.model_executor.layers.quantization import modelopt
+from nibble.engine.plugin import cpu
+modelopt.ModelOptNvFp4Config.FusedMoEMethodCls = cpu.CpuModelOptNvFp4MoE
+for words in json.load(sys.stdin):
+    found = experts.run(Trial.from_json(words), Teller(lambda *told: None))
+    print("FOUND", json.dumps(found), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(installed: Any) -> list[dict[str, Any]]:
+    kernels = ("experts", "vllm:experts:bf16", "vllm:experts:fp4")
+    trials: list[dict[str, Any]] = [
+        {
+            "name": kernel,
+            "task": "experts",
+            "kernel": kernel,
+            "shapes": SHAPES,
+            "rows": [1, 5, 17],
+            "timed_rows": [1, 16],
+            "seconds_each": 0.001,
+        }
+        for kernel in kernels
+    ]
+    up_alone = {"shapes": [[6, 3, 64, 48, 1]]}
+    trials += [trials[0] | up_alone, trials[0] | {"plant": "wrong"}]
+    environ = os.environ | {"PYTHONPATH": python_path(installed, ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(trials),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    return [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("FOUND")]
+
+
+def test_both_are_right_and_have_times(found: list[dict[str, Any]]) -> None:
+    for outcome, ran in zip(found[:2], ("nibble", "CpuModelOptNvFp4MoE"), strict=True):
+        assert outcome["verdict"] == "right" and outcome["ran"] == ran, outcome
+        assert outcome["error"] < 0.005
+        assert set(outcome["times"]) == {"4x2x128x96x2", "6x3x64x48x2"}
+        assert all(set(times) == {"1", "16"} for times in outcome["times"].values())
+
+
+def test_a_kernel_that_rounds_the_activations_is_not_compared(found: list[dict[str, Any]]) -> None:
+    assert found[2]["verdict"] == "refused" and "quantizes the activations" in found[2]["detail"]
+
+
+def test_experts_without_a_gate_are_right(found: list[dict[str, Any]]) -> None:
+    assert found[3]["verdict"] == "right"
+
+
+def test_a_planted_fault_is_found(found: list[dict[str, Any]]) -> None:
+    assert found[4]["verdict"] == "wrong" and "4x2x128x96x2 with 1 tokens" in found[4]["detail"]

@@ -1,0 +1,293 @@
+"""NIBBLE_MOE_KERNEL: what a plan takes for experts without trials and after them, what it refuses,
+and the memory that nibble's kernel takes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibble.canary.kernels import expectations
+from nibble.checkpoint import read_checkpoint
+from nibble.cli import tune
+from nibble.errors import ExitCode, NibbleError
+from nibble.plan import expert_kernel
+from nibble.plan.expert_memory import dequantized_bytes, tiles_bytes
+from nibble.plan.expert_shapes import expert_uses
+from nibble.plan.plan import Plan
+from nibble.serve import first_trials
+from nibble.trials.trial import Outcome, Verdict
+from tests.support.hardware import HOPPER, SM120
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, stacked, write_checkpoint
+from tests.support.models.tiny_model import MODELOPT_NVFP4
+from tests.support.tried_machine import Machine
+
+FLAG = "--additional-config"
+W4A16 = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
+MOE = OTHER_FAMILY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def write_experts(folder: Path, form: str = "w4a16", gated: bool = True) -> Path:
+    """One layer of four experts, 64 by 32."""
+    weights: dict[str, Any] = {
+        "model.embed_tokens.weight": ("BF16", [128, 64]),
+        "lm_head.weight": ("BF16", [128, 64]),
+    }
+    first = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    for expert in range(4):
+        name = f"model.layers.0.mlp.experts.{expert}"
+        for part in first:
+            weights |= linear(f"{name}.{part}", 32, 64, form)
+        weights |= linear(f"{name}.down_proj", 64, 32, form)
+    config = W4A16 if form == "w4a16" else MODELOPT_NVFP4
+    return write_checkpoint(folder, weights, MOE | {"quantization_config": config})
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    return write_experts(tmp_path / "experts")
+
+
+@pytest.fixture
+def blackwell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch, SM120)
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch, HOPPER)
+
+
+def kernel(found: Plan) -> str:
+    options = found.args[FLAG].value.get("nibble", {}) if FLAG in found.args else {}
+    assert found.choices["moe_kernel"].value == options.get("moe_kernel", "vllm")
+    return options.get("moe_kernel", "vllm")
+
+
+def why(found: Plan) -> str:
+    return found.choices["moe_kernel"].reason
+
+
+def test_without_trials_experts_are_vllms_on_every_target(
+    blackwell: Machine, experts: Path
+) -> None:
+    found = blackwell.plan(experts)
+    assert kernel(found) == "vllm" and "have not been measured in a server" in why(found)
+    assert "tries it on this machine" in why(found)
+
+
+def test_the_faster_kernel_of_this_machine_is_taken(blackwell: Machine, experts: Path) -> None:
+    blackwell.measured_experts(experts, "sm120", 0.8)
+    found = blackwell.plan(experts)
+    assert kernel(found) == "nibble"
+    assert why(found) == (
+        "measured on this machine: nibble's for 1 of 1 shapes (0.80 to 0.80 of vLLM's time)"
+    )
+    shown = found.to_json()["expert_shapes"]
+    assert [shape["shape"] for shape in shown] == ["4x2x64x32x2"]
+    allowed = next(want.allowed for want in expectations(found, {}) if want.part == "moe")
+    assert allowed == ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE")
+    blackwell.measured_experts(experts, "sm120", 1.1)
+    assert kernel(blackwell.plan(experts)) == "vllm" and "(1.10)" in why(blackwell.plan(experts))
+
+
+@pytest.mark.parametrize("verdict", ["wrong", "hung", "crashed", "not finite"])
+def test_a_fault_is_named_and_the_kernel_not_used(
+    blackwell: Machine, experts: Path, verdict: Verdict
+) -> None:
+    blackwell.measured_experts(experts, "sm120", 0.1, ours=verdict)
+    found = blackwell.plan(experts)
+    assert kernel(found) == "vllm" and f"experts: {verdict}" in why(found)
+    named = blackwell.plan(experts, "--moe-kernel", "nibble")
+    assert kernel(named) == "nibble"
+    assert any(f"experts failed on this machine: experts: {verdict}" in n for n in named.notices)
+
+
+def test_a_kernel_that_is_not_for_this_machine_leaves_vllms(
+    blackwell: Machine, experts: Path
+) -> None:
+    blackwell.measured_experts(experts, "sm120", None, ours="refused")
+    assert kernel(blackwell.plan(experts)) == "vllm"
+
+
+def test_nibbles_replaces_one_of_vllms_that_is_wrong_here(
+    blackwell: Machine, experts: Path
+) -> None:
+    blackwell.measured_experts(experts, "sm120", None, vllm="crashed")
+    found = blackwell.plan(experts)
+    assert kernel(found) == "nibble" and "nibble's for 1 of 1 shapes" in why(found)
+
+
+def test_a_first_start_tries_experts_where_nibble_ships_no_measurements(
+    blackwell: Machine, experts: Path
+) -> None:
+    def tries(found: Plan) -> bool:
+        return first_trials.should_try(found, blackwell.folder, print) is not None
+
+    assert tries(blackwell.plan(experts))
+    assert not tries(blackwell.plan(experts, NIBBLE_TRIALS="off"))
+    blackwell.measured_experts(experts, "sm120")
+    assert not tries(blackwell.plan(experts))
+
+
+def test_on_an_h200_they_are_tried_only_when_asked(hopper: Machine, experts: Path) -> None:
+    found = hopper.plan(experts)
+    assert kernel(found) == "vllm"
+    assert first_trials.should_try(found, hopper.folder, print) is None
+    always = hopper.plan(experts, NIBBLE_TRIALS="always")
+    assert first_trials.should_try(always, hopper.folder, print) is not None
+    hopper.measured_experts(experts, "hopper", 0.7)
+    assert kernel(hopper.plan(experts)) == "nibble"
+
+
+def test_a_first_start_keeps_what_it_measured(
+    blackwell: Machine, experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        asked.extend(trials)
+        return [
+            Outcome(
+                trial.name,
+                "right",
+                times={
+                    "x".join(map(str, shape)): {"1": 5.0 if trial.name == "experts" else 10.0}
+                    for shape in trial.shapes
+                },
+            )
+            for trial in trials
+        ]
+
+    monkeypatch.setattr("nibble.trials.tune.run_trials", run)
+    monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: [])
+    before, said = blackwell.plan(experts), list[str]()
+    record = first_trials.should_try(before, blackwell.folder, print)
+    assert record is not None
+    first_trials.try_kernels(before, record, {}, said.append)
+    assert said[0].startswith("trying nibble's and vLLM's kernels for experts on this GPU, once")
+    assert [(trial.name, trial.task) for trial in asked] == [
+        ("experts", "experts"),
+        ("vllm:experts:bf16", "experts"),
+    ]
+    assert kernel(blackwell.plan(experts)) == "nibble"
+
+
+def test_where_they_have_served_faster_they_are_the_default(
+    hopper: Machine, experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_kernel, "TARGETS", ("hopper",))
+    assert kernel(hopper.plan(experts)) == "nibble"
+    assert kernel(hopper.plan(experts, "--moe-kernel", "vllm")) == "vllm"
+    assert kernel(hopper.plan(experts, "--enable-lora")) == "vllm"
+    hopper.measured_experts(experts, "hopper", None, ours="hung")
+    found = hopper.plan(experts)
+    assert kernel(found) == "vllm" and "experts: hung" in why(found)
+
+
+@pytest.mark.parametrize("words", [(), ("--shape",)])
+def test_tune_times_experts_for_later_plans(
+    blackwell: Machine,
+    experts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+) -> None:
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        times = {"experts": {"1": 5.0, "16": 8.0}, "vllm:experts:bf16": {"1": 10.0, "16": 10.0}}
+        names = ["x".join(map(str, shape)) for shape in trials[0].shapes]
+        return [
+            Outcome(trial.name, "right", times=dict.fromkeys(names, times[trial.name]))
+            for trial in trials
+        ]
+
+    monkeypatch.setattr("nibble.trials.tune.run_trials", run)
+    monkeypatch.setattr(tune, "gpu_uses", lambda indices: [])
+    monkeypatch.setattr(tune, "detect", lambda environ: blackwell.hardware)
+    known = tune.place_of
+    monkeypatch.setattr(tune, "place_of", lambda *a: known(*a, compiled="here"))
+    environ = {"HF_HUB_OFFLINE": "1", "NIBBLE_CACHE_DIR": str(blackwell.folder)}
+    shapes = ["4x2x64x32x2"] if words else []
+    found = tune.tune_model([str(experts)], environ, shapes)
+    assert [(shape["shape"], shape["kernel"]) for shape in found["shapes"]] == [
+        ("4x2x64x32x2", "nibble")
+    ]
+    assert found["shapes"][0]["vllm_us"] == {"1": 10.0, "16": 10.0}
+    tune.show_tuned(found)
+    assert "5.0 / 10.0" in capsys.readouterr().out
+    assert kernel(blackwell.plan(experts)) == "nibble"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "reason"),
+    [
+        (["--enable-expert-parallel", "--enable-eplb"], {}, "only vLLM's kernels have experts"),
+        (["--enable-lora"], {}, "only vLLM's kernels have adapters"),
+        (["--moe-backend", "marlin"], {}, "--moe-backend marlin names another kernel"),
+        ([], {"VLLM_BATCH_INVARIANT": "1"}, "depend on the number of tokens"),
+        (["--dtype", "float16"], {}, "need BF16 activations"),
+    ],
+)
+def test_what_keeps_auto_with_vllm(
+    blackwell: Machine, experts: Path, words: list[str], environ: dict[str, str], reason: str
+) -> None:
+    blackwell.measured_experts(experts, "sm120")
+    found = blackwell.plan(experts, *words, **environ)
+    assert kernel(found) == "vllm" and reason in why(found)
+    assert not found.expert_kernels.uses
+
+
+@pytest.mark.parametrize("flag", ["--enable-eplb", "--enable-lora"])
+def test_nibbles_kernel_with_a_flag_that_it_cannot_serve_is_refused(
+    hopper: Machine, experts: Path, flag: str
+) -> None:
+    words = ["--moe-kernel", "nibble", "--enable-expert-parallel", flag]
+    with pytest.raises(NibbleError) as refused:
+        hopper.plan(experts, *words)
+    assert refused.value.code is ExitCode.CONFIG
+    assert refused.value.line().startswith(f"{flag} and NIBBLE_MOE_KERNEL=nibble are both set")
+
+
+def test_activations_in_fp4_stay_with_vllm(blackwell: Machine, tmp_path: Path) -> None:
+    found = blackwell.plan(write_experts(tmp_path / "w4a4", "nvfp4"))
+    assert kernel(found) == "vllm" and "multiplies FP4 activations" in why(found)
+    assert not found.expert_kernels.uses
+
+
+def shapes(model: Path, **flags: Any) -> list[str]:
+    args = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+    return [use.key for use in expert_uses(read_checkpoint(str(model)), args, "bf16")]
+
+
+def test_shapes_of_experts_on_one_gpu(experts: Path, tmp_path: Path) -> None:
+    assert shapes(experts) == ["4x2x64x32x2 bf16"]
+    assert shapes(experts, tensor_parallel_size=2) == ["4x2x64x16x2 bf16"]
+    assert shapes(experts, tensor_parallel_size=4) == []  # 8 columns are half a group
+    both = {"enable_expert_parallel": True, "tensor_parallel_size": 2, "data_parallel_size": 2}
+    assert shapes(experts, **both) == ["1x1x64x32x2 bf16"]
+    assert shapes(write_experts(tmp_path / "up", gated=False)) == ["4x2x64x32x1 bf16"]
+    layer = "model.layers.0.mlp.experts"
+    weights = stacked(f"{layer}.gate_up_proj", 4, 64, 64) | stacked(f"{layer}.down_proj", 4, 64, 32)
+    config = MOE | {"quantization_config": W4A16}
+    assert shapes(write_checkpoint(tmp_path / "stacked", weights, config)) == ["4x2x64x32x2 bf16"]
+
+
+# --- memory ---
+
+
+def test_the_workspace_is_in_the_budget(hopper: Machine, experts: Path) -> None:
+    words = ["--max-num-batched-tokens", "4096"]
+    theirs = hopper.plan(experts, *words).budget.workspace_bytes
+    ours = hopper.plan(experts, "--moe-kernel", "nibble", *words).budget.workspace_bytes
+    assert ours - theirs == tiles_bytes((4, 2, 64, 32, 2), 4096) > 0
+
+
+def test_other_gpus_have_the_larger_weight_of_all_experts_in_bf16(
+    blackwell: Machine, experts: Path
+) -> None:
+    theirs = blackwell.plan(experts).budget.workspace_bytes
+    ours = blackwell.plan(experts, "--moe-kernel", "nibble").budget.workspace_bytes
+    assert ours - theirs == dequantized_bytes((4, 2, 64, 32, 2), 8192)
+    assert dequantized_bytes((128, 8, 2048, 768, 2), 1) > 128 * 1536 * 2048 * 2
