@@ -275,7 +275,7 @@ def spill_cases() -> Iterator[Any]:
             yield pytest.param(arch, source, marks=() if is_quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("arch", "source"), spill_cases())
+@pytest.mark.parametrize(("arch", "source"), [*spill_cases()])
 def test_no_kernel_spills_or_takes_more_shared_memory_than_blackwell_has(
     arch: str, source: str, compile_for: Compiler
 ) -> None:
