@@ -1,5 +1,5 @@
-// The CPU's kernels that every processor has: conversions, packing and products, without torch. Prints a digest
-// of each part's bytes, which must be the same on every processor.
+// The CPU's kernels that every processor has: conversions, packing and products, without torch. Prints a
+// digest of each part's bytes, which must be the same on every processor.
 #include "nibble/arch.h"
 // Of matmul.cpp the packing alone: its list of instruction sets differs by processor.
 #undef NIBBLE_HAS_X86_LEVELS
@@ -24,7 +24,9 @@ struct Digest {
     for (size_t i = 0; i < bytes; ++i)
       value = (value ^ static_cast<const uint8_t*>(from)[i]) * 0x100000001b3;  // FNV-1a
   }
-  void print(const char* name) const { std::printf("%s %016llx\n", name, static_cast<unsigned long long>(value)); }
+  void print(const char* name) const {
+    std::printf("%s %016llx\n", name, static_cast<unsigned long long>(value));
+  }
 };
 
 uint32_t random_bits() {
@@ -98,7 +100,8 @@ void products(int64_t rows, int64_t columns, int64_t count) {
   }
   bytes.add(sums.data(), sums.size() * sizeof(float));
   std::free(panel);
-  std::printf("%d x %d, %d rows: ", static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(count));
+  std::printf("%d x %d, %d rows: ", static_cast<int>(rows), static_cast<int>(columns),
+              static_cast<int>(count));
   floats.print("floats");
   bytes.print("bytes");
 }

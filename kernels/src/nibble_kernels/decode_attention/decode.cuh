@@ -88,8 +88,8 @@ class Attention {
     }
   }
 
-  // For FP8 they become float16 after a power of two that fits each row; what this rounds off is below 2^-25 of
-  // the row's largest element.
+  // For FP8 they become float16 after a power of two that fits each row; what this rounds off is below 2^-25
+  // of the row's largest element.
   __device__ __forceinline__ void load_query_in_range(const Item& item) {
     constexpr uint32_t kEach = quotient_up_constant(Form::kSteps * kLanes, Form::kThreads);
     const uint32_t rows = rows_of(item);
