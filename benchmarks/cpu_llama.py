@@ -4,7 +4,8 @@
     CMAKE_ARGS=-DGGML_NATIVE=ON VENV/bin/pip install --no-binary llama-cpp-python \
         llama-cpp-python==0.3.36
     python benchmarks/cpu_llama.py --llama-python VENV/bin/python [--out FILE] [--folder FOLDER]
-        [--rounds 3] [--models 1.7b 135m] [--most-busy 0.1] [--starts [--beside NIBBLE]]
+        [--rounds 3] [--models 1.7b 135m] [--most-busy 0.1]
+        [--starts [--beside NIBBLE] [--reference]] [--without-avx512 FOLDER]
 
 Writes one generated Qwen3 for each shape in four forms: GGUF with Q4_0 and with NVFP4 layers, and
 checkpoints with W4A16 and W4A4. Embedding and head are BF16 in all of them. Speed depends on the
@@ -23,7 +24,17 @@ streams together; `ratio` is W4A16 to Q4_0. `read_gb_s` is what the cores read i
 cache, and the fastest of `--rounds` later starts; and of the NVFP4 demo. `…_cpu_s` are the
 processor seconds of all its processes until then, on which other programs have less influence.
 `--beside` names the command of another nibble, which starts in turns with this one; its rows have
-`nibble: beside`.
+`nibble: beside`. Without `--reference` no reference is computed at the first start.
+
+`--without-avx512` measures what processors with AVX2 do, on one that has AVX-512. Both sides are
+built without it first:
+
+    CXXFLAGS=-DNIBBLE_WITHOUT_AVX512 pip install --no-deps --no-build-isolation \\
+        --target FOLDER kernels/
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON" \\
+        VENV/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
+
+torch, oneDNN and vLLM get no AVX-512 either. These rows have `instructions: avx2`.
 """
 
 from __future__ import annotations
@@ -54,6 +65,30 @@ WHAT = ("decode 1", "decode 4", "prompt 256")
 FORMS = ("llama_q4_0", "llama_nvfp4", "nibble_w4a16", "nibble_w4a4")
 START, DECODED, CONTEXT = 16, 48, 512
 START_LIMIT_S, IDLE_LIMIT_S = 300, 120
+# vLLM asks torch which of its libraries to load.
+WITHOUT_AVX512 = """\
+import importlib.abc
+import importlib.machinery
+import sys
+
+
+class WithoutAvx512(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch.cpu":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            module._is_avx512_supported = module._is_avx512_bf16_supported = lambda: False
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, WithoutAvx512())
+"""
 
 
 def main() -> None:
@@ -68,6 +103,8 @@ def main() -> None:
     parser.add_argument("--most-busy", type=float, default=0.1)
     parser.add_argument("--starts", action="store_true")
     parser.add_argument("--beside", help="the command `nibble` of another installation")
+    parser.add_argument("--reference", action="store_true", help="as nibble's default")
+    parser.add_argument("--without-avx512", type=Path, help="nibble's kernels built without it")
     parser.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -77,6 +114,9 @@ def main() -> None:
     sys.path.insert(0, str(REPO))
     from machine import machine
 
+    os.environ["NIBBLE_REFERENCE"] = "auto" if args.reference else "off"
+    if args.without_avx512:
+        leave_avx512_out(args.without_avx512)
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     found |= {"command": command(), "machine": machine()}
     if args.starts:
@@ -89,10 +129,27 @@ def main() -> None:
             parser.error("--llama-python is missing")
         found["rounds"] = args.rounds
         for name in args.models:
-            kept = [row for row in found.get("rows", []) if row["model"] != name]
-            found["rows"] = kept + compare(name, args)
+            level = {"instructions": "avx2"} if args.without_avx512 else {}
+            rows = [row | level for row in compare(name, args)]
+            found["rows"] = rows_without(found.get("rows", []), name, level) + rows
             args.out.write_text(json.dumps(found, indent=2) + "\n")
     args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def rows_without(rows: list[dict[str, Any]], name: str, level: dict[str, str]) -> list[Any]:
+    """Those of other models and instructions."""
+    replaced = (name, level.get("instructions"))
+    return [row for row in rows if (row["model"], row.get("instructions")) != replaced]
+
+
+def leave_avx512_out(kernels: Path) -> None:
+    """For this process and those that it starts; `kernels` is a folder of modules."""
+    (kernels / "sitecustomize.py").write_text(WITHOUT_AVX512)
+    os.environ |= {
+        "PYTHONPATH": str(kernels.resolve()),
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }
 
 
 def command() -> str:
@@ -105,7 +162,8 @@ def start_times(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     models["demo"] = REPO / "models/nibble-demo-nvfp4"
     commands = {"this": "nibble"} | ({"beside": args.beside} if args.beside else {})
     for name, model in models.items():
-        of_model = {which: {"model": name, "nibble": which} for which in commands}
+        about = {"model": name, "reference": args.reference}
+        of_model = {which: about | {"nibble": which} for which in commands}
         for number in range(1 + args.rounds):
             for which, command in commands.items():
                 row, folder = of_model[which], args.folder / f"start-{which}"
@@ -387,7 +445,7 @@ def nibble(
     """A server. With `row`, only its start is measured."""
     ports = [free_port(), free_port()]
     own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}
-    own |= {"NIBBLE_CACHE_DIR": str(folder / "cache"), "NIBBLE_REFERENCE": "off"}
+    own |= {"NIBBLE_CACHE_DIR": str(folder / "cache")}
     own["NIBBLE_CANARY"] = "warn"  # random weights answer no question
     with (folder / f"{model.name}.log").open("wb") as log:
         words = [command, "serve", str(model)]

@@ -1,7 +1,8 @@
 """NVFP4 compared with BF16 on the CPU: single linear layers, and a generated Qwen3 in vLLM.
 
     python benchmarks/cpu_nvfp4.py [--out FILE] [--folder FOLDER] [--rounds 25] [--skip-model]
-        [--level avx2] [--threads 2]
+        [--level avx2] [--threads 2] [--thread-time]
+    python benchmarks/cpu_nvfp4.py --loading CHECKPOINT [--out FILE]
 
 Needs a CPU build of vLLM and an installed nibble-kernels (on sys.path, with its metadata).
 
@@ -12,7 +13,9 @@ product with one row. Model: hidden 4096, intermediate 12288, 4 layers, vocabula
 values in BF16 and NVFP4 (tests/support/models/generated_nvfp4.py, 2.7 GB below FOLDER). Each form
 runs MODEL_RUNS times in separate processes, alternately; the faster run and the larger memory
 count. Peak memory is VmHWM after the load, which includes pages of the mapped file; the largest
-anonymous part is sampled every 5 ms.
+anonymous part is sampled every 5 ms. `--loading` measures only the memory of a process that loads a
+checkpoint. `--thread-time` measures one thread's processor seconds instead of a clock's, which
+other programs change less.
 """
 
 from __future__ import annotations
@@ -70,34 +73,55 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of the layers; default: torch's number")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument(
+        "--thread-time", action="store_true", help="of one thread, with --threads 1"
+    )
     parser.add_argument("--skip-model", action="store_true")
+    parser.add_argument("--loading", type=Path, help="a checkpoint: only the memory of its load")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         print("\nRESULT " + json.dumps(serve(args.serve)))
         return
+    command = " ".join(["python", "benchmarks/cpu_nvfp4.py", *sys.argv[1:]])
+    if args.loading:
+        loaded = serve_in_a_process(args.loading)
+        sizes = {key: size for key, size in loaded.items() if "per_s" not in key}
+        write(args.out, {"command": command, "machine": machine()} | sizes)
+        return
     from nibble_kernels.nvfp4_linear import cpu_levels, use_cpu_level
 
+    if args.thread_time and args.threads != 1:
+        parser.error("--thread-time needs --threads 1")
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.level:
         use_cpu_level(args.level)
     found: dict[str, Any] = {
+        "command": command,
         "machine": machine() | {"levels": cpu_levels(), "threads": torch.get_num_threads()},
         "level": args.level or cpu_levels()[0],
         "rounds": args.rounds,
         "model_runs": MODEL_RUNS,
     }
     found["layers"] = [
-        time_layer(name, rows, args.rounds) for name in args.layers for rows in args.rows
+        time_layer(
+            name, rows, args.rounds, time.thread_time if args.thread_time else time.perf_counter
+        )
+        for name in args.layers
+        for rows in args.rows
     ]
     if not args.skip_model:
         found["model"] = compare_models(args.folder)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(args.out, found)
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 
-def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:
+def time_layer(name: str, rows: int, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Milliseconds of one layer with `rows` rows, the ratio to BF16, and the speed of reading its
     weight.
     """
@@ -130,9 +154,9 @@ def time_layer(name: str, rows: int, rounds: int) -> dict[str, Any]:
     best = dict.fromkeys(variants, float("inf"))
     for turn in range(rounds):
         for variant, call in variants.items():
-            start = time.perf_counter()
+            start = clock()
             call(3 * turn)
-            best[variant] = min(best[variant], (time.perf_counter() - start) * 1e3)
+            best[variant] = min(best[variant], (clock() - start) * 1e3)
     fastest_bf16 = min(best["bf16"], best["bf16_vllm"])
     ours = [variant for variant in variants if "nvfp4" in variant]
     return {
@@ -205,7 +229,7 @@ def serve(folder: Path) -> dict[str, Any]:
         max_model_len=512,
         max_num_seqs=4,
         max_num_batched_tokens=512,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=80 << 20,
         enable_prefix_caching=False,
     )
     peak, peak_anonymous = memory_bytes("VmHWM"), anonymous.stop()

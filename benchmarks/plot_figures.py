@@ -1,15 +1,16 @@
-"""Writes docs/benchmarks.md's overview of README's figures, and their plot, from the results.
+"""Draws the plot of README's figures from the results, and checks that README states them.
 
-`python benchmarks/plot_figures.py` reads the JSON files of benchmarks/results, writes the block
-"figures" of docs/benchmarks.md and docs/images/figures.svg, and checks that README states each
-figure as the data has it. With `--check` it writes nothing and exits with 1 where one is stale.
-Standard library only.
+`python benchmarks/plot_figures.py` reads the JSON files of benchmarks/results, writes
+docs/images/figures.svg, and checks that each number of README's results is in the data.
+With `--check` it writes nothing and exits with 1 where one is stale. make_page.py has the table of
+the same figures. Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
-README, PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md"
+README = REPOSITORY / "README.md"
 PICTURE = REPOSITORY / "docs" / "images" / "figures.svg"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 WIDTH, ROW, TOP, LEFT, SPAN = 960, 30, 74, 420, 320
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
 STYLE = """
     .card { fill: #ffffff; stroke: #d0d7de; }
     .title { fill: #1f2328; font-size: 15px; font-weight: 600; }
@@ -156,16 +157,52 @@ def picture(found: Sequence[Figure]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def missing(found: Sequence[Figure], readme: str) -> list[str]:
-    """Figures that README does not state as the data has them."""
-    named = [one for one in found if not one.what.startswith("start to first answer, BF16")
-             and "filled" not in one.what]  # fmt: skip
-    return [
-        f"{one.what}: {' vs '.join(one.in_readme)}"
-        for one in named
-        if f"{one.in_readme[0]} vs {one.in_readme[1]}" not in readme
-        and f"{one.in_readme[0]} {one.unit} vs {one.in_readme[1]}" not in readme
+def stated(readme: str) -> Iterator[tuple[str, list[str]]]:
+    """Each row of README's table of results: what, and the numbers of its second cell; and the
+    description of its plot.
+    """
+    section = readme.partition("\n## Results\n")[2].partition("\n## ")[0]
+    for line in section.splitlines():
+        if line.startswith("!["):
+            yield "the plot", _NUMBER.findall(line.partition("](")[0])
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and len(cells) == 2 and _NUMBER.search(cells[1]):
+            yield cells[0], _NUMBER.findall(cells[1])
+
+
+def other_numbers() -> Iterator[str]:
+    """Numbers of README's results beside its pairs of times and rates."""
+    for case in load("nvfp4_layers_cpu.json")["cases"][:2]:
+        for part in ("q", "k", "v"):
+            percent = 100 * case["errors"][part]["original"]
+            yield f"{percent:.0f}" if percent > 100 else f"{percent:.1f}"
+    faults = [
+        fault
+        for model in load("reference_faults_cpu.json")["models"].values()
+        for name, fault in model["faults"].items()
+        if name != "none" and "definition" in fault
     ]
+    yield str(len(faults))
+    yield str(sum(fault["definition"].startswith("failed") for fault in faults))
+    drain = load("robustness_h200.json")["tests"]["test_sigterm_loses_none_of_64_streams"]
+    yield str(drain["streams"])
+    yield "0"  # its exit code
+    for row in load("serve_load_8b_h200.json")["rows"]:
+        yield str(row["streams"])
+        yield from (f"{row[side]['tpot_ms']:.2f}" for side in ("stock", "nibble"))
+
+
+def missing(found: Sequence[Figure], readme: str) -> list[str]:
+    """Rows of README's results with a number that the data does not have."""
+    known = set(other_numbers())
+    for one in found:
+        known |= {*one.in_readme, f"{one.ratio:.2f}", f"{one.ratio:.1f}"}
+    lines = []
+    for what, numbers in stated(readme):
+        unknown = [number for number in numbers if number not in known]
+        if unknown:
+            lines.append(f"{what}: {', '.join(unknown)}")
+    return lines
 
 
 def main() -> None:
@@ -175,24 +212,17 @@ def main() -> None:
     )
     check = parser.parse_args().check
     found = list(figures())
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    fresh = {
-        PAGE: f"{before}{BEGIN}\n{block(found)}\n{END}{rest.partition(END)[2]}",
-        PICTURE: picture(found),
-    }
-    stale = [path for path, text in fresh.items()
-             if not path.is_file() or path.read_text() != text]  # fmt: skip
-    if not check:
-        for path in stale:
-            path.write_text(fresh[path])
-        stale = []
+    fresh = picture(found)
+    is_stale = not PICTURE.is_file() or PICTURE.read_text() != fresh
+    if is_stale and not check:
+        PICTURE.write_text(fresh)
+        is_stale = False
     for line in (wrong := missing(found, README.read_text())):
-        print(f"README.md does not state {line}", file=sys.stderr)
-    for path in stale:
-        print(f"{path.relative_to(REPOSITORY)} is stale; run `python benchmarks/plot_figures.py`",
-              file=sys.stderr)  # fmt: skip
-    sys.exit(1 if stale or wrong else 0)
+        print(f"README.md states what no result has: {line}", file=sys.stderr)
+    if is_stale:
+        name = PICTURE.relative_to(REPOSITORY)
+        print(f"{name} is stale; run `python benchmarks/plot_figures.py`", file=sys.stderr)
+    sys.exit(1 if is_stale or wrong else 0)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def report(runs: dict[str, list[dict[str, float]]], pairs: int) -> dict[str, Any
         "what": "milliseconds that the router adds to one keep-alive request of an engine's app",
         "limit_ms": LIMIT_MS,
         **costs,
-        "within_limit": costs["route_cost_ms"]["chat of 1 KB"] <= LIMIT_MS,
+        "within_limit": max(costs["route_cost_ms"].values()) <= LIMIT_MS,
         "rounds_per_repeat": pairs,
         "repeats": runs,
         "load_average": round(os.getloadavg()[0], 2),

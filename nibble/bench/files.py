@@ -9,25 +9,10 @@ from typing import Any
 
 from nibble.bench.result import Measured, measured_from_json
 from nibble.errors import ExitCode, NibbleError
-from nibble.machine.disk import write_problem
 
 FORMAT = "nibble bench 1"
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 JSON, MARKDOWN, PLOT = "results.json", "README.md", "results"
-
-
-def open_folder(folder: Path) -> None:
-    """Make the folder. Raises CONFIG where it cannot be written or holds a result."""
-    problem = write_problem(folder)
-    if problem is None and (folder / JSON).exists():
-        problem = f"it holds {JSON}"
-    if problem is not None:
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what=f"results cannot be written to {folder} ({problem})",
-            expected="a folder that this user can write, without results",
-            action="name another folder with --out",
-        )
 
 
 def write_json(folder: Path, result: Mapping[str, Any]) -> None:

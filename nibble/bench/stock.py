@@ -63,6 +63,13 @@ class Peer:
     def title(self) -> str:
         return TITLES[self.name]
 
+    @property
+    def client_flags(self) -> list[str]:
+        """Flags of the benchmark for both servers. llama-server announces a connection that it
+        keeps, and closes it after a stream: the next request on it would fail.
+        """
+        return ["--header", "Connection=close"] if self.name == LLAMA_CPP else []
+
     def command(self, served: Served, port: int, kv_cache_bytes: int | None) -> list[str]:
         """The whole command. Pure."""
         if self.name == STOCK:

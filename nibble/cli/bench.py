@@ -17,7 +17,7 @@ from nibble.bench import report as words
 from nibble.bench.about import about_machine, about_software, energy_of
 from nibble.bench.compare import compare, ratios, refuse_others, refuse_too_little
 from nibble.bench.driver import Driver
-from nibble.bench.files import MARKDOWN, PLOT, open_folder, read_result, write_json
+from nibble.bench.files import JSON, MARKDOWN, PLOT, read_result, write_json
 from nibble.bench.result import Measured, Round, gather
 from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
 from nibble.bench.served import Served, find_served
@@ -27,6 +27,7 @@ from nibble.cli.common import INTERRUPTED, say
 from nibble.cli.status import status_at
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.out_path import create_folder
 from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
 from nibble.serve.progress import stderr_is_terminal
 
@@ -73,14 +74,15 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     plan = status_at(endpoint, environ).get("plan", {})
     tokenizer = _tokenizer(wishes, served, plan)
     if wishes.out is not None:
-        open_folder(wishes.out)
+        create_folder(wishes.out, "results", JSON)
     taken: list[tuple[str, Cell, Round]] = []
     with (
         _logs(wishes.out) as logs,
         _sides(peer, endpoint, served, plan, logs, environ) as sides,
         Driver(logs / "bench.log", environ) as driver,
     ):
-        run = Bench(driver, tokenizer, wishes.requests, energy_of(endpoint), environ, VERB)
+        flags = [*tokenizer, *(peer.client_flags if peer else ())]
+        run = Bench(driver, flags, wishes.requests, energy_of(endpoint), environ, VERB)
         about["sides"] = [_side_json(side, peer, plan) for side in sides]
         order = steps(cells, sides, wishes.rounds)
         failure = _measure(run, order, taken, _keeper(wishes, about))

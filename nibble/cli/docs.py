@@ -108,13 +108,13 @@ def targets_table() -> str:
 
 def recipes_table() -> str:
     """Every recipe with its status on each target."""
-    rows = ["| model | " + " | ".join(TARGET_NAMES[:4]) + " |", "|---|" + "---|" * 4]
+    rows = ["| model | " + " | ".join(TARGET_NAMES) + " |", "|---|" + "---|" * len(TARGET_NAMES)]
     for model_id in list_recipes(root()):
         recipe = load_recipe(model_id, root())
         assert recipe is not None
         statuses = [
             recipe.targets[name].status if name in recipe.targets else "unknown"
-            for name in TARGET_NAMES[:4]
+            for name in TARGET_NAMES
         ]
         rows.append(f"| `{model_id}` | " + " | ".join(statuses) + " |")
     return "\n".join(rows)

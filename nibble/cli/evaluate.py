@@ -16,6 +16,7 @@ import typer
 
 from nibble.cli.common import INTERRUPTED, Json, print_json, say
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.out_path import create
 
 FORMAT, VERB = "nibble eval 1", "eval"
 MOST_TEXT = 1 << 20
@@ -227,24 +228,12 @@ def _server(wishes: Wishes, environ: Mapping[str, str]) -> tuple[Any, Any, dict[
 def _refuse_existing(wishes: Wishes) -> None:
     for path, option in ((wishes.record, "--record"), (wishes.out, "--out")):
         if path is not None:
-            _open(path, option)
+            create(path, option)
             path.unlink()
 
 
-def _open(path: Path, option: str) -> None:
-    try:
-        path.open("x").close()
-    except OSError as error:
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what=f"{path} cannot be written ({error.strerror})",
-            expected="a new file",
-            action=f"name another file with {option}",
-        ) from None
-
-
 def _write(path: Path, text: str) -> None:
-    _open(path, "--out")
+    create(path)
     path.write_text(text)
 
 

@@ -8,17 +8,20 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.host import bind_problem
+from nibble.machine.memory import MemorySource
 from nibble.plan.gather import Asked, plan_for, read_wishes
 from nibble.plan.memory import KV, ONE_SEQUENCE_MARGIN
 from nibble.plan.plan import Plan
 from nibble.serve.api_key import resolve_api_key
 from nibble.serve.fleet.budgets import MIB, Need, Share, divide
+from nibble.serve.fleet.placement import group_size, place
+from nibble.serve.fleet.unloading import Sleeper, choose_ways, obstacle
 from nibble.serve.port_lock import hold_port
 from nibble.serve.preflight.machine import check_memory, check_port
 from nibble.serve.run_folder import make_run_folder
@@ -31,6 +34,7 @@ from nibble.settings.models import (
 )
 
 SWITCHES = ("--json", "--detach")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Planned:
     asked: Asked
     words: tuple[str, ...]
     plan: Plan
+    environ: Mapping[str, str] = field(default_factory=dict)  # for its process, beside the common
+    group: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,18 +77,92 @@ def plan_all(
         with _named(wish.model, file, asked.settings.config):
             one = read_wishes(words, without_model(environ))
             plan = fetch(plan_for(one), one)
-            check_memory(plan)
         found.append(Planned(wish, one, tuple(words), plan))
     _refuse_equal_names(found)
+    found = _placed(found, asked, environ, fetch)
+    for number, one in enumerate(found):
+        with _named(one.wish.model, folder / f"model-{number}.toml", asked.settings.config):
+            check_memory(one.plan)
     return found
 
 
+def _placed(
+    planned: list[Planned],
+    asked: Asked,
+    environ: Mapping[str, str],
+    fetch: Callable[[Plan, Asked], Plan],
+) -> list[Planned]:
+    """The models on their GPUs, each planned for these alone."""
+    gpus = planned[0].plan.hardware.gpus
+    own = any(VISIBLE in one.wish.env for one in planned)
+    ranks = [one.plan.topology.ranks_here for one in planned]
+    if len(gpus) < 2 or own or planned[0].plan.target.device != "cuda":
+        return planned
+    size = group_size(ranks, len(gpus))
+    needs = [need_of(one, 0) for one in planned]
+    if asked.settings.loading == "together":
+        needs = [replace(need, stays=True) for need in needs]
+    found = []
+    for one, group in zip(planned, place(needs, len(gpus) // size), strict=True):
+        chosen = gpus[group * size : (group + 1) * size][: one.plan.topology.ranks_here]
+        seen = {VISIBLE: ",".join(str(gpu.index) for gpu in chosen)}
+        found.append(_on(one, group, seen, environ, fetch))
+    return found
+
+
+def _on(
+    one: Planned,
+    group: int,
+    seen: Mapping[str, str],
+    environ: Mapping[str, str],
+    fetch: Callable[[Plan, Asked], Plan],
+) -> Planned:
+    if one.plan.hardware.assumed:
+        return replace(one, group=group, environ=seen)
+    asked = read_wishes(one.words, {**without_model(environ), **seen})
+    plan = fetch(plan_for(asked), asked)
+    return replace(one, asked=asked, plan=plan, group=group, environ=seen)
+
+
 def shares(planned: Sequence[Planned], asked: Asked) -> tuple[tuple[Share, ...], int]:
-    """The share of each model, and the bytes that all may take. Raises NO_FIT."""
+    """The share of each model, and the bytes that all models of a group may take. Raises NO_FIT."""
     allowed = [p.plan.budget.allowed_bytes for p in planned if p.plan.budget.allowed_bytes]
     allowed_bytes = min(allowed, default=0)
     needs = [need_of(one, allowed_bytes) for one in planned]
-    return divide(needs, allowed_bytes, asked.settings.loading), allowed_bytes
+    sleepers = {one.names[-1]: sleeper_of(one.plan) for one in planned}
+    if asked.settings.unload == "sleep":
+        _refuse_sleep(sleepers)
+    reserve_bytes = max(one.plan.memory_limits.reserve_bytes for one in planned)
+    room_bytes = available_host_bytes() - reserve_bytes
+    found: dict[str, Share] = {}
+    for group in sorted({one.group for one in planned}):
+        own = [need for need, one in zip(needs, planned, strict=True) if one.group == group]
+        divided = divide(own, allowed_bytes, asked.settings.loading)
+        ways = choose_ways(divided, sleepers, asked.settings.unload, allowed_bytes, room_bytes)
+        room_bytes -= sum(sleepers[one.model].host_bytes for one in ways if one.sleeps)
+        found |= {one.model: one for one in ways}
+    return tuple(found[need.model] for need in needs), allowed_bytes
+
+
+def sleeper_of(plan: Plan) -> Sleeper:
+    """What decides whether the plan's model may sleep."""
+    budget = plan.budget
+    return Sleeper(
+        plan.target.name,
+        plan.target.memory.kind,
+        plan.topology.ranks_here,
+        budget.overhead_bytes,
+        budget.weights_bytes or 0,
+    )
+
+
+def available_host_bytes() -> int:
+    """Memory of this machine that is available now."""
+    source = MemorySource()
+    try:
+        return source.read().available_bytes
+    finally:
+        source.close()
 
 
 def need_of(planned: Planned, allowed_bytes: int) -> Need:
@@ -155,14 +235,16 @@ def _print_start(asked: Asked, planned: Sequence[Planned], parts: Sequence[Share
 def fleet_json(planned: Sequence[Planned], parts: Sequence[Share]) -> list[dict[str, Any]]:
     """Each model with its names, share and plan as plain data."""
     return [
-        {"model": one.wish.model, "names": list(one.names), **_of_share(share)}
+        {"model": one.wish.model, "names": list(one.names), "gpus": one.environ.get(VISIBLE)}
+        | _of_share(share)
         | {"plan": one.plan.to_json()}
         for one, share in zip(planned, parts, strict=True)
     ]
 
 
 def _of_share(share: Share) -> dict[str, Any]:
-    return {"kv_bytes": share.kv_bytes, "total_bytes": share.total_bytes, "stays": share.stays}
+    names = ("kv_bytes", "total_bytes", "stays", "sleeps", "asleep_bytes", "unloading")
+    return {name: getattr(share, name) for name in names}
 
 
 # --- refusals ---
@@ -190,6 +272,19 @@ def _refuse_common(asked: Asked) -> None:
             what="vLLM's TLS flags with several models",
             expected="one model, or TLS in a proxy",
             action="put a proxy with TLS before nibble",
+        )
+
+
+def _refuse_sleep(sleepers: Mapping[str, Sleeper]) -> None:
+    """NIBBLE_UNLOAD=sleep where no model can sleep."""
+    reasons = {model: obstacle(one) for model, one in sleepers.items()}
+    if all(reasons.values()):
+        model, why = next(iter(reasons.items()))
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=f"NIBBLE_UNLOAD is sleep, and {model} cannot sleep: {why}",
+            expected="stop or auto on this machine",
+            action="unset NIBBLE_UNLOAD",
         )
 
 

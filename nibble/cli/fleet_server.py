@@ -23,10 +23,12 @@ from nibble.engine.router.table import Entry, Table
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine import early_stop
 from nibble.plan.gather import Asked
+from nibble.serve.above import WATCHED_ABOVE
 from nibble.serve.api_key import KeyDecision
 from nibble.serve.control import Answers, ControlServer
 from nibble.serve.fleet.budgets import Share
 from nibble.serve.fleet.fleet import Fleet, Member
+from nibble.serve.fleet.memory_watch import MemoryWatch
 from nibble.serve.fleet.report import Report
 from nibble.serve.ready_message import key_lines
 from nibble.serve.sd_notify import Heartbeat, Notifier
@@ -62,12 +64,16 @@ class FleetServer:
         )
         child = self._child_environ(environ)
         members = [
-            Member(entry, share, _with_kv(one, share), child)
+            Member(entry, share, _with_kv(one, share), {**child, **one.environ}, group=one.group)
             for entry, share, one in zip(entries, parts, planned, strict=True)
         ]
+        # Each plan has the settings of its model; the machine has one reserve
+        limit = max((one.plan.memory_limits for one in planned), key=lambda one: one.reserve_bytes)
+        self._memory = MemoryWatch(members, limit, self._admission)
         self._fleet = Fleet(
             members, allowed_bytes, table, events, settings.drain_seconds, say,
-            on_ready=self._ready, on_drain=self._stopping, turn=self._heartbeat.turn,
+            on_ready=self._ready, on_drain=self._stopping, turn=self._turn,
+            is_short=lambda: self._memory.is_short,
         )  # fmt: skip
 
     def run(self, on_ready: Callable[[], None]) -> int:
@@ -81,12 +87,14 @@ class FleetServer:
             front = Front(listener, router, environ, fleet.missing)
             control.start()
             threading.Thread(target=self._heartbeat.run, args=(self._over,), daemon=True).start()
+            threading.Thread(target=self._memory.run, name="memory", daemon=True).start()
             try:
                 front.start()
                 self._admission.set("ready", "")
                 return fleet.run(front)
             finally:
                 self._over.set()
+                self._memory.close()
                 fleet.close()
                 front.stop()
                 control.close()
@@ -94,12 +102,17 @@ class FleetServer:
                 early_stop.over()
 
     def _control(self) -> ControlServer:
-        report = Report(self._fleet, self._api.url)
+        report = Report(self._fleet, self._api.url, self._memory.to_json, self._admission)
         control = ControlServer(self._settings.control_port, report.status, report.is_ready)
         control.answers = Answers(
             report.status, report.is_ready, report.why, report.live, report.metrics, self._api
         )
         return control
+
+    def _turn(self) -> None:
+        self._heartbeat.turn()
+        for line in self._memory.news():
+            say(line)
 
     def _ready(self) -> None:
         count = len(self._fleet.members)
@@ -141,6 +154,7 @@ class FleetServer:
         kept = {k: v for k, v in without_model(environ).items() if k not in dropped}
         if self._settings.cache_dir is not None:
             kept["NIBBLE_CACHE_DIR"] = str(self._settings.cache_dir)
+        kept[WATCHED_ABOVE] = "1"
         limit = options()["max_connections_per_address"].env[0]
         kept[limit] = str(self._settings.max_connections)
         return kept | ({"NIBBLE_API_KEY": self._key.key} if self._key.key else {})
@@ -177,8 +191,9 @@ def _listener(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _with_kv(planned: Planned, share: Share) -> list[str]:
-    """The words of the engine, with the size of its KV cache."""
+    """The words of the engine, with the size of its KV cache and vLLM's sleep mode."""
     words = list(planned.words)
     for_vllm = words.index("--") if "--" in words else len(words)
     size = ["--kv-cache-bytes", str(share.kv_bytes // ranks_of(planned.plan))]
-    return [*words[:for_vllm], *size, *words[for_vllm:]]
+    sleep = ["--enable-sleep-mode"] if share.sleeps else []
+    return [*words[:for_vllm], *size, *sleep, *words[for_vllm:]]

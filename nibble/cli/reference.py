@@ -165,11 +165,14 @@ def _make_for_a_start(
     cost = estimate(checkpoint, hardware) if always else affordable(checkpoint, hardware)[0]
     tokens, keeps = (cost.answer_tokens, cost.keeps) if cost else (ANSWER_TOKENS, False)
     request = make_request(checkpoint, place, wanted, tokens, keeps, "cpu", "float32")
-    where = " while the model loads" if is_beside(plan.target, plan.settings.reference) else ""
+    beside = is_beside(plan.target, plan.settings.reference, checkpoint, plan.hardware)
+    where = " while the model loads" if beside else ""
     say(f"computing a reference of {checkpoint.id} for the canary{where}, once: {choice.reason}")
     try:
         with phase():
             environ = {**environ, "OMP_NUM_THREADS": str(cores)}
+            if beside:  # its threads leave the cores to the engine while they wait
+                environ["OMP_WAIT_POLICY"] = "passive"
             done = run(request, environ, say, None if always else LIMIT_S)
         say(f"the reference was computed in {done['seconds']:.0f} s")
     except Ended as why:

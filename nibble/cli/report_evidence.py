@@ -12,6 +12,7 @@ from typing import Any
 from nibble.cli.common import print_json
 from nibble.cli.status import read_status
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.out_path import cannot_write
 from nibble.machine.paths import root
 from nibble.recipes.evidence import evidence_path, make_evidence, section
 from nibble.recipes.recipe import recipe_path
@@ -51,11 +52,7 @@ def report_evidence(
         scratch.write_text(json.dumps(evidence, indent=1) + "\n")
         scratch.replace(path)
     except OSError as error:
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what=f"{path} cannot be written ({error.strerror})",
-            action="name a file in a folder that this user can write with --out",
-        ) from None
+        raise cannot_write(path, error.strerror) from None
     shown = path.relative_to(root()) if path.is_relative_to(root()) else path.name
     lines = section(evidence, str(shown))
     return {"path": str(path), "recipe": str(recipe), "section": lines, "evidence": evidence}

@@ -25,13 +25,16 @@ Ask = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True)
 class Build:
-    """One build of a target's image. `created` is a time in RFC 3339, in UTC."""
+    """One build of a target's image. `created` is a time in RFC 3339, in UTC; `tagged`, where the
+    engine has it, orders builds of one time, which differ in their labels alone.
+    """
 
     tag: str
     id: str
     created: str
     version: str
     is_current: bool
+    tagged: str = ""
 
 
 def engine_of_host(environ: Mapping[str, str]) -> str:
@@ -75,14 +78,15 @@ def builds(image: str, target: str, ask: Ask) -> list[Build]:
             tags[tag] = found_id.removeprefix("sha256:")
     current = tags.pop(target, None)
     found = [_build(image, tag, id, id == current, ask) for tag, id in tags.items()]
-    return sorted(found, key=lambda build: build.created, reverse=True)
+    return sorted(found, key=lambda build: (build.created, build.tagged), reverse=True)
 
 
 def _build(image: str, tag: str, id: str, is_current: bool, ask: Ask) -> Build:
     facts = json.loads(ask(["image", "inspect", f"{image}:{tag}"]))[0]
     labels = (facts.get("Config") or {}).get("Labels") or {}
     version = labels.get("org.opencontainers.image.version", "unknown")
-    return Build(tag, id, str(facts.get("Created", "")), version, is_current)
+    tagged = str((facts.get("Metadata") or {}).get("LastTagTime", ""))
+    return Build(tag, id, str(facts.get("Created", "")), version, is_current, tagged)
 
 
 def choose(found: Sequence[Build], image: str, target: str, to: str | None) -> Build:

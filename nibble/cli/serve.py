@@ -34,9 +34,11 @@ from nibble.plan.gather import (
     with_default_model,
     with_embedded_model,
 )
+from nibble.plan.memory import UNWATCHED
 from nibble.plan.moe_tuning import make_folder
 from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
+from nibble.serve.above import is_watched_above
 from nibble.serve.api_key import KeyDecision, resolve_api_key
 from nibble.serve.background import VARIABLE, Place, detach, note_end, registered
 from nibble.serve.compile_cache import Use
@@ -189,7 +191,7 @@ def _references(
     plan: Plan, asked: Asked, environ: dict[str, str]
 ) -> Callable[[], Mapping[str, Path]]:
     """Computed references for the canary, made before the engine starts or while it loads."""
-    if is_beside(plan.target, plan.settings.reference):
+    if is_beside(plan.target, plan.settings.reference, plan.checkpoint, plan.hardware):
         return beside_the_load(lambda: references_for(plan, environ, say))
     found = references_for(plan, environ, say, lambda: _early_phase(asked, "computing a reference"))
     return lambda: found
@@ -300,6 +302,8 @@ class _Run:
         self, environ: Mapping[str, str], ready: Callable[[], None], watch: Watch | None = None
     ) -> int:
         limits, success = self.plan.memory_limits, self.breaker.clear
+        if is_watched_above(environ):
+            limits = UNWATCHED
         return launch(
             *(self.plan, environ, self.key, limits, success, ready, self.times, watch),
             references=self.references,

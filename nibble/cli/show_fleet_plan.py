@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from nibble.cli.common import print_json
-from nibble.cli.fleet import fleet_json, plan_all, shares
+from nibble.cli.fleet import VISIBLE, fleet_json, plan_all, shares
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import read_wishes
@@ -34,7 +34,9 @@ def plan_several(several: Several, environ: Mapping[str, str], explained: str | 
         models = fleet_json(planned, parts)
         print_json({"allowed_bytes": allowed_bytes, "models": models})
         return
-    table = plain_table("model", "names", "weights", "KV cache", "in all", "stays loaded")
+    columns = ["model", "names", "weights", "KV cache", "in all", "unloads by"]
+    has_groups = any(one.environ for one in planned)
+    table = plain_table(*columns, *(["GPUs"] if has_groups else []))
     for one, share in zip(planned, parts, strict=True):
         budget = one.plan.budget
         table.add_row(
@@ -43,10 +45,16 @@ def plan_several(several: Several, environ: Mapping[str, str], explained: str | 
             show_gib(budget.weights_bytes),
             show_gib(share.kv_bytes),
             show_gib(share.total_bytes),
-            "yes" if share.stays else "no",
+            share.unloading.partition(":")[0],
+            *([one.environ.get(VISIBLE, "")] if has_groups else []),
         )
     wide_console().print(table)
-    total = sum(share.total_bytes for share in parts)
-    fits = "all fit together" if total <= allowed_bytes else "they are loaded by turns"
-    print(f"{show_gib(total)} in all, {show_gib(allowed_bytes)} may be used: {fits}")
+    for group in sorted({one.group for one in planned}):
+        own = [share for one, share in zip(planned, parts, strict=True) if one.group == group]
+        total = sum(share.total_bytes for share in own)
+        fits = "all fit together" if total <= allowed_bytes else "they are loaded by turns"
+        where = f"group {group} of GPUs: " if has_groups else ""
+        print(f"{where}{show_gib(total)} in all, {show_gib(allowed_bytes)} may be used: {fits}")
+    for line in dict.fromkeys(share.unloading for share in parts if ": " in share.unloading):
+        print(line)
     print("`nibble plan MODEL` shows the settings of one")

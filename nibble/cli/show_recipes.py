@@ -39,10 +39,10 @@ def show_recipes(rows: Sequence[Mapping[str, Any]]) -> None:
     """The list as a table."""
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")
-    for name in TARGET_NAMES[:4]:
+    for name in TARGET_NAMES:
         table.add_column(name, no_wrap=True)
     for row in rows:
-        table.add_row(row["id"], *(row["status"][name] for name in TARGET_NAMES[:4]))
+        table.add_row(row["id"], *(row["status"][name] for name in TARGET_NAMES))
     wide_console().print(table)
 
 

@@ -13,7 +13,8 @@ from nibble.bench.verdict import MIB, Soak, problems
 from nibble.cli.common import INTERRUPTED, print_json, say
 from nibble.cli.status import status_at
 from nibble.cli.tables import plain_table, wide_console
-from nibble.errors import ExitCode, NibbleError
+from nibble.errors import ExitCode
+from nibble.machine.out_path import create
 from nibble.serve.endpoint import endpoint_at, local_endpoint
 from nibble.serve.progress import stderr_is_terminal
 
@@ -34,7 +35,7 @@ def soak(
     endpoint = endpoint_at(url, environ) if url else local_endpoint(environ)
     served = find_served(endpoint, environ, VERB, model)
     if out is not None:
-        _open(out)
+        create(out)
 
     def engine_pid() -> int | None:
         return status_at(endpoint, environ).get("engine_pid")
@@ -57,18 +58,6 @@ def exit_code(found: Soak) -> int:
     if found.samples and not found.samples[-1].answers:
         return int(ExitCode.ENGINE_DIED)
     return int(ExitCode.VERIFY if problems(found) else ExitCode.OK)
-
-
-def _open(out: Path) -> None:
-    try:
-        out.open("x").close()
-    except OSError as error:
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what=f"{out} cannot be written ({error.strerror})",
-            expected="a new file",
-            action="name another file with --out",
-        ) from None
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import typer
 
 from nibble.cli.common import INTERRUPTED, Json, print_json, say
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.out_path import create_folder
 
 VERB = "trace"
 JSON, TABLE, PERFETTO = "trace.json", "trace.txt", "perfetto.json.gz"
@@ -74,11 +75,11 @@ def trace(
         )
     _flags(flags)
     if not start:
-        _folder(out)
+        create_folder(out, "a profile", JSON)
     try:
         with _server(start, flags, url, environ) as (endpoint, folder):
             if start:
-                _folder(out)
+                create_folder(out, "a profile", JSON)
             found = _profile(endpoint, profiles or folder, steps, streams, prompt_tokens, model,
                              out, environ)  # fmt: skip
     except KeyboardInterrupt:
@@ -120,21 +121,6 @@ def _flags(text: str) -> list[str]:
             what=f"--flags {text!r} cannot be split into words ({error})",
             action="correct its quotes",
         ) from None
-
-
-def _folder(out: Path) -> None:
-    from nibble.machine.disk import write_problem
-
-    problem = write_problem(out)
-    if problem is None and (out / JSON).exists():
-        problem = f"it holds {JSON}"
-    if problem is not None:
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what=f"a profile cannot be written to {out} ({problem})",
-            expected="a folder that this user can write, without a profile",
-            action="name another folder with --out",
-        )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import typer
 
 from nibble.cli.common import Json, print_json, say
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.out_path import create_folder
 
 FORMAT, EVIDENCE = "nibble evidence 1", "evidence.json"
 
@@ -77,7 +78,7 @@ def verify(
     plan = _plan(model, url, environ)
     target = str(plan.get("target", "unknown"))
     folder = out or Path(f"{model.rpartition('/')[2]}-{target}-evidence")
-    _open(folder)
+    create_folder(folder, "evidence")
     quality = evaluate.Wishes(
         url, None, None, against, None, True, _parser(plan), tuple(task or ()), limit, harness,
     )  # fmt: skip
@@ -178,18 +179,3 @@ def _parser(plan: Mapping[str, Any]) -> str | None:
 
     name = plan.get("args", {}).get("--tool-call-parser", {}).get("value")
     return str(name) if name in FORMS else None
-
-
-def _open(folder: Path) -> None:
-    from nibble.machine.disk import write_problem
-
-    problem = write_problem(folder)
-    if problem is None and any(folder.iterdir()):
-        problem = "it is not empty"
-    if problem is not None:
-        raise NibbleError(
-            ExitCode.CONFIG,
-            what=f"evidence cannot be written to {folder} ({problem})",
-            expected="a folder that this user can write, without files",
-            action="name another folder with --out",
-        )

@@ -23,6 +23,9 @@ OTHER_MODEL = (
     *("--lora-modules", "--model-impl"),
 )
 OURS = "nibble's default"
+# A reference that takes at most this share of the available memory leaves an engine on the same
+# memory what was planned for it.
+SMALL_SHARE = 1 / 8
 
 
 def activations_served(
@@ -36,22 +39,26 @@ def activations_served(
     return "fp4" if is_w4a4 and (target.device == "cpu" or target.features.has_fp4_mma) else "bf16"
 
 
-def is_beside(target: Target, setting: str) -> bool:
+def is_beside(
+    target: Target, setting: str, checkpoint: Checkpoint | None, hardware: Hardware
+) -> bool:
     """Whether the reference is computed while the engine loads. `setting` is NIBBLE_REFERENCE.
 
-    If both share memory and cores, neither would be faster, and the budget measured the engine's
-    memory before.
+    On a GPU with memory of its own, and on a CPU for a small model: half of both is imports, which
+    take one core. Where a large one shares the engine's memory, the budget measured that before.
     """
-    return target.memory.kind == "discrete" and setting != "always"
+    if setting == "always":
+        return False
+    if target.memory.kind == "discrete" or target.device != "cpu" or checkpoint is None:
+        return target.memory.kind == "discrete"
+    cost = affordable(checkpoint, hardware)[0] if hardware.cpu_cores > 1 else None
+    return cost is not None and cost.peak_bytes <= hardware.memory_available_bytes * SMALL_SHARE
 
 
 def cores_for(target: Target, setting: str, hardware: Hardware) -> int:
-    """CPU cores for the reference: half of them while a model loads and compiles."""
-    return (
-        max(1, hardware.cpu_cores // 2)
-        if is_beside(target, setting)
-        else max(1, hardware.cpu_cores)
-    )
+    """CPU cores for the reference: half of them while a GPU's model loads and compiles."""
+    is_half = target.memory.kind == "discrete" and setting != "always"
+    return max(1, hardware.cpu_cores // 2) if is_half else max(1, hardware.cpu_cores)
 
 
 def choose_reference(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,10 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from nibble.engine.api import Api
+from nibble.engine.gate.few_metrics import path_for
 from nibble.engine.log import PHASES
 from nibble.machine.gpu_state import ALARMING, GpuState, gpu_states
 from nibble.serve.advice import advise
-from nibble.serve.traffic import CACHE_S, TrafficReader
+from nibble.serve.traffic import CACHE_S, NAMES, TrafficReader
 
 _METRICS_TIMEOUT_S, _NVML_TIMEOUT_S = 2.0, 1.0
 
@@ -85,7 +87,9 @@ class Live:
 
     def _metrics_of_vllm(self) -> str | None:
         try:
-            status, body = self._api.call("/metrics", timeout_s=_METRICS_TIMEOUT_S)
+            status, body = self._api.call(path_for(NAMES), timeout_s=_METRICS_TIMEOUT_S)
+            if status != http.HTTPStatus.OK:  # several API processes
+                status, body = self._api.call("/metrics", timeout_s=_METRICS_TIMEOUT_S)
         except OSError:
             return None
         return body.decode(errors="replace") if status == 200 else None
@@ -119,15 +123,7 @@ def _gauges(status: Mapping[str, Any], failed_starts: int) -> Iterator[Gauge]:
     yield "nibble_phase", "The phase of the start: 1 for the current one.", phases
     ready = int(status["state"] == "ready")
     yield "nibble_ready", "Whether new requests are admitted.", [("", ready)]
-    paused = int(status["state"] == "paused")
-    yield "nibble_watchdog_paused", "Whether short memory stops admission.", [("", paused)]
-    memory = status.get("memory", {})
-    if "available_bytes" in memory:
-        available = memory["available_bytes"]
-        yield "nibble_memory_available_bytes", "Memory that is available.", [("", available)]
-        bounds = ("reserve_bytes", "pause_below_bytes", "stop_below_bytes", "resume_from_bytes")
-        limits = [(f'{{limit="{one.removesuffix("_bytes")}"}}', memory[one]) for one in bounds]
-        yield "nibble_memory_limit_bytes", "Limits of the memory watchdog.", limits
+    yield from memory_gauges(status)
     for part, text in (("canary", "answers"), ("assertion", "kernels")):
         verdict = status.get(part, {}).get("verdict", "")
         value = {"passed": 1, "failed": 0}.get(verdict, -1)
@@ -137,6 +133,21 @@ def _gauges(status: Mapping[str, Any], failed_starts: int) -> Iterator[Gauge]:
     yield "nibble_failed_starts", about, [("", failed_starts)]
     uptime = "Seconds since this start began."
     yield "nibble_start_age_seconds", uptime, [("", status.get("seconds_since_start", 0.0))]
+
+
+def memory_gauges(status: Mapping[str, Any]) -> Iterator[Gauge]:
+    """The watchdog's; none where it is off, or belongs to the server of several models."""
+    memory = status.get("memory", {})
+    if not memory.get("reserve_bytes"):
+        return
+    paused = int(status["state"] == "paused")
+    yield "nibble_watchdog_paused", "Whether short memory stops admission.", [("", paused)]
+    if "available_bytes" in memory:
+        available = memory["available_bytes"]
+        yield "nibble_memory_available_bytes", "Memory that is available.", [("", available)]
+        bounds = ("reserve_bytes", "pause_below_bytes", "stop_below_bytes", "resume_from_bytes")
+        limits = [(f'{{limit="{one.removesuffix("_bytes")}"}}', memory[one]) for one in bounds]
+        yield "nibble_memory_limit_bytes", "Limits of the memory watchdog.", limits
 
 
 def _kernel_gauges(status: Mapping[str, Any]) -> Iterator[Gauge]:

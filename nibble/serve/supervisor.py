@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import shutil
 import signal
 import threading
@@ -34,6 +33,7 @@ from nibble.machine.process_table import Activity, activity
 from nibble.machine.processes import once_a_second, signal_name, stop_signals
 from nibble.plan.memory import UNWATCHED, Limits, show_gib
 from nibble.printable import printable
+from nibble.serve.above import internal_token
 from nibble.serve.api_key import KeyDecision
 from nibble.serve.control import Answers, ControlServer
 from nibble.serve.drain import drain, until_it_ends
@@ -129,9 +129,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._over = threading.Event()
         tls = "--ssl-certfile" in plan.args
-        self._api = Api(
-            reachable_host(settings.host), settings.port, secrets.token_urlsafe(32), tls
-        )
+        self._api = Api(reachable_host(settings.host), settings.port, internal_token(environ), tls)
         gpus = [gpu.index for gpu in plan.hardware.gpus] if plan.target.device == "cuda" else []
         live = Live(self.status, self._why, self._api, gpus, settings.stall_seconds, failed_starts)
         answers = Answers(
@@ -163,6 +161,7 @@ class Supervisor:
         base = socket_environ(plan, self._folder) | plan.vllm_environ(environ)
         base |= self._proof.environ() | self._hangs.environ()
         base["NIBBLE_GATE_CONTROL"] = str(settings.control_port)
+        base["NIBBLE_GATE_PROFILER"] = str(int("--profiler-config" in plan.args))
         child = child_environ(base, self._admission.path, self._api.internal_token, key.key)
         # Last: what fails above leaves no process behind.
         self._engine = Engine(plan.argv(), child, events, self._folder)

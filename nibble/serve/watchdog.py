@@ -52,13 +52,19 @@ class Governor:
     """Samples memory until `close`; `act` is called from its thread and must not wait.
 
     "pause" is repeated at every sample, so that a server that becomes ready meanwhile is paused
-    too; "serve" follows once. After "stop" the thread ends: there is nothing left to watch.
+    too; "serve" follows once. After "stop" the thread ends, because there is nothing left to watch;
+    without `ends_at_stop` it goes on, and "stop" is repeated like "pause".
     """
 
     def __init__(
-        self, source: MemorySource, limit: Limits, act: Callable[[Action, str], None]
+        self,
+        source: MemorySource,
+        limit: Limits,
+        act: Callable[[Action, str], None],
+        ends_at_stop: bool = True,
     ) -> None:
         self._source, self._limit, self._act = source, limit, act
+        self._ends_at_stop = ends_at_stop
         self._last: Memory | None = None
         self._action: Action = "serve"
         self._over = threading.Event()
@@ -70,7 +76,7 @@ class Governor:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         calm_since = 0.0
         try:
-            while not self._over.is_set() and self._action != "stop":
+            while not (self._over.is_set() or (self._ends_at_stop and self._action == "stop")):
                 calm_since = self._look(calm_since)
                 self._over.wait(INTERVAL_S)
         finally:
@@ -85,11 +91,11 @@ class Governor:
             self.kernel_has_killed()
         except (OSError, KeyError):
             return calm_since
-        action, why = decide(memory, self._limit, self._action == "pause")
+        action, why = decide(memory, self._limit, self._action != "serve")
         now = time.monotonic()
         if action != "serve" or self._action == "serve":
             calm_since = now
-        if action != "serve" or (self._action == "pause" and now - calm_since >= RESUME_AFTER_S):
+        if action != "serve" or (self._action != "serve" and now - calm_since >= RESUME_AFTER_S):
             self._action = action
             self._act(action, why)
         return calm_since

@@ -35,11 +35,15 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
     "NIBBLE_IMAGE": "set in an image to its target",
     "NIBBLE_GATE_STATE": "supervisor to gate: the state file",
     "NIBBLE_GATE_CONTROL": "supervisor to gate: the control port",
+    "NIBBLE_GATE_PROFILER": "supervisor to gate: whether the routes of the profiler exist",
     "NIBBLE_GATE_INTERNAL": "supervisor to gate: the token of warm-up requests",
     contract.REPORT_FOLDER: (
         "supervisor to vLLM's workers: the folder of their reports of the kernels that ran"
     ),
     contract.PULSE_FOLDER: "supervisor to vLLM's processes: the folder where they report progress",
+    "NIBBLE_WATCHED_ABOVE": (
+        "server of several models to their engines: it watches the memory in their place"
+    ),
     "NIBBLE_RUN": "supervisor to vLLM's processes: marks those of one run",
     "NIBBLE_DETACHED": (
         "`nibble serve --detach` to the server it starts: keep a record and rotate the log"

@@ -22,7 +22,8 @@ from nibble.settings.sources import MODELS
 # One for the whole server.
 OF_THE_SERVER = (
     *("host", "port", "control_port", "api_key", "allow_anonymous", "hf_token", "cache_dir"),
-    *("config", "model", "served_model_name", "loading", "load_wait_seconds", "max_waiting"),
+    *("config", "model", "served_model_name"),
+    *("loading", "unload", "load_wait_seconds", "max_waiting"),
 )
 _OWN_KEYS = ("model", "aliases", "keep", "args", "env")
 _CONFIG_FLAG = "--config"

@@ -149,7 +149,10 @@ class Server:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NIBBLE_API_KEY", KEY)
             patch.setenv("NIBBLE_GATE_STATE", str(folder / "gate"))
-            for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            for name in (
+                *("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+                "NIBBLE_GATE_PROFILER",
+            ):
                 patch.setenv(name, "1")
             self.app = build_vllm_app(tiny_pooling_model(folder), *flags)
 

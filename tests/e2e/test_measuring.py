@@ -172,7 +172,13 @@ def test_what_was_measured_is_kept_when_the_server_ends(server: Server, tmp_path
     out = tmp_path / "out"
     bench = start(server, "bench", *SWEEP, "--rounds", "100", "--requests", "20", "--out", str(out))
     assert until_measured(out / "results.json")["complete"] is False
-    server.signal(signal.SIGKILL)
+    with prometheus.scraping(tmp_path, server.port, KEY, quick=True) as url:
+        prometheus.query(url, "nibble_ready == 1")
+        assert prometheus.firing(url, lambda names: not names) == {}
+        server.signal(signal.SIGKILL)
+        not_ready = prometheus.firing(url, bool)
+    assert set(not_ready) == {"NotReady"}
+    assert f":{server.port} has not been ready" in not_ready["NotReady"]["summary"]
     text, err = bench.communicate(timeout=120)
     assert bench.returncode == 10, err
     assert err.count("nibble: error: ") == 1 and "Traceback" not in err

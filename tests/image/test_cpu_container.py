@@ -134,6 +134,26 @@ class TestMemoryLimit:
             )
 
 
+class TestCores:
+    """`docker run --cpus` and `--cpuset-cpus`: a thread for each core that the container gets."""
+
+    @pytest.mark.parametrize(
+        ("options", "threads", "reason"),
+        [
+            (("--cpus", "0.5"), 1, "of which the cgroup's quota gives 0.5"),
+            (("--cpus", "1"), 1, "of which the cgroup's quota gives 1"),
+            (("--cpuset-cpus", "0"), 1, "one for each of 1 physical core"),
+        ],
+    )
+    def test_the_plan_has_a_thread_for_each(
+        self, cpu_image: str, options: tuple[str, str], threads: int, reason: str
+    ) -> None:
+        words = ["nibble", "plan", DEMO, "--json"]
+        found = run_once(cpu_image, *words, options=[*HARDENED, *CACHE_IN_MEMORY, *options])
+        choice = json.loads(found.stdout)["env"]["OMP_NUM_THREADS"]
+        assert choice["value"] == str(threads) and reason in choice["reason"]
+
+
 class TestOtherModes:
     def test_bash_gives_a_shell_with_the_environment_set(self, cpu_image: str) -> None:
         result = run_once(

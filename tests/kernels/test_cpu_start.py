@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 cpu_cache = pytest.importorskip("nibble.engine.plugin.cpu_cache")
+cpu_mapped = pytest.importorskip("nibble.engine.plugin.cpu_mapped")
 cpu_logprobs = pytest.importorskip("nibble.engine.plugin.cpu_logprobs")
 pytestmark = pytest.mark.vllm
 
@@ -84,3 +86,41 @@ def test_vllms_sampler_counts_without_a_compiler(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sampler, name, getattr(logprobs, name))
     cpu_logprobs.count_without_compiler()
     assert getattr(sampler, name) is cpu_logprobs.count_at_least
+
+
+def test_pages_of_a_read_file_are_given_back_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM reads: each tensor is copied before the next comes. A file that was written to in
+    memory keeps its pages, and memory of no file is left alone.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    size = 32 << 20
+    for name in ("read", "written"):
+        save_file({"a": torch.ones(size), "b": torch.ones(size)}, tmp_path / f"{name}.safetensors")
+    monkeypatch.setattr(cpu_mapped, "LEAST_BYTES", 64 << 20)
+    other = torch.ones(size)
+
+    def read(self: Any, model_config: Any, model: Any) -> Any:
+        for name in ("read", "written"):
+            with safe_open(tmp_path / f"{name}.safetensors", "pt") as file:
+                yield from ((f"{name} {key}", file.get_tensor(key)) for key in ("a", "b"))
+        yield "other", other
+
+    monkeypatch.setattr(DefaultModelLoader, "get_all_weights", read)
+    cpu_mapped.give_read_pages_back()
+    kept, before, largest = {}, resident_bytes(), 0
+    for name, tensor in DefaultModelLoader.get_all_weights(None, None, None):  # type: ignore[arg-type]
+        if name.startswith("written"):
+            tensor.mul_(2)
+        assert tensor.sum() == (2 if name.startswith("written") else 1) * size
+        kept[name] = tensor
+        if name.startswith("read"):
+            largest = max(largest, resident_bytes() - before)
+    assert largest < 1.2 * 4 * size  # one of its two tensors
+    assert {name: tensor.sum().item() / size for name, tensor in kept.items()} == {
+        "read a": 1, "read b": 1, "written a": 2, "written b": 2, "other": 1
+    }  # fmt: skip

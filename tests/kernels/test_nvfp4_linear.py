@@ -249,6 +249,21 @@ def test_sums_are_those_of_float32(level: str, dtype: torch.dtype) -> None:
             assert_rounded_once(found, x, values_of(weight, scales), factor, bias.double())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_values_beside_large_ones_keep_their_bits(level: str, dtype: torch.dtype) -> None:
+    """Also where the weights of the large ones are zero."""
+    weight, scales = packed_weight(49, 208)
+    for rows in (1, 4, 8, 9, 40):
+        x = (torch.randn(rows, 208) * torch.exp2(torch.randint(-60, 30, (rows, 208)))).to(dtype)
+        x[:, 3], x[:, 16:32] = 2.0**100, 0.0
+        zeros = weight.clone()
+        zeros[:, 1] &= 0x0F  # of column 3
+        found = linear(level, x, zeros, scales)
+        assert_rounded_once(
+            found, x, values_of(zeros, scales), torch.ones(49).double(), torch.zeros(49).double()
+        )
+
+
 def test_quantized_activations_are_those_of_nvfp4_quant(level: str) -> None:
     """W4A4: the product of the two quantized operands."""
     from nibble_kernels.activation_quant.reference import nvfp4_quant
@@ -292,6 +307,11 @@ def test_a_row_does_not_depend_on_the_others(level: str) -> None:
     few, many = linear(level, x[:8], weight, scales), linear(level, x, weight, scales)
     for row in range(8):
         assert torch.equal(linear(level, x[row : row + 1], weight, scales), few[row : row + 1])
+    if level in ("avx2", "avx512_vnni"):  # words
+        halves = x.bfloat16()
+        assert torch.equal(
+            linear(level, halves[:8], weight, scales), linear(level, halves, weight, scales)[:8]
+        )
     for begin, end in ((0, 9), (5, 40), (250, 300)):
         assert torch.equal(linear(level, x[begin:end], weight, scales), many[begin:end])
     long = torch.cat((x, x[:220]))  # the last ones are few, beyond a whole number of portions

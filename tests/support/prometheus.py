@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,22 @@ def check(folder: Path) -> None:
     subprocess.run([tool, "check", "config", configuration(folder, 1, "key")], check=True)
 
 
-def configuration(folder: Path, port: int, key: str) -> Path:
+def quick_rules(folder: Path) -> Path:
+    """The shipped rules; an alert fires after a second instead of minutes."""
+    found = yaml.safe_load((METRICS / "rules.yml").read_text())
+    for rule in found["groups"][0]["rules"]:
+        if "for" in rule:
+            rule["for"] = "1s"
+    (folder / "rules.yml").write_text(yaml.safe_dump(found))
+    return folder / "rules.yml"
+
+
+def configuration(folder: Path, port: int, key: str, rules: Path = METRICS / "rules.yml") -> Path:
     """The shipped configuration with this machine's server, key and rules."""
     found = yaml.safe_load((METRICS / "prometheus.yml").read_text())
     (folder / "key").write_text(key)
     found["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    found["rule_files"] = [str(METRICS / "rules.yml")]
+    found["rule_files"] = [str(rules)]
     (job,) = found["scrape_configs"]
     job["authorization"]["credentials_file"] = str(folder / "key")
     job.pop("dns_sd_configs")
@@ -68,12 +78,13 @@ def configuration(folder: Path, port: int, key: str) -> Path:
 
 
 @contextlib.contextmanager
-def scraping(folder: Path, port: int, key: str) -> Iterator[str]:
-    """The address of a Prometheus that scrapes the server at `port`."""
+def scraping(folder: Path, port: int, key: str, quick: bool = False) -> Iterator[str]:
+    """The address of a Prometheus that scrapes the server at `port`; quick: see quick_rules."""
     address = f"127.0.0.1:{free_port()}"
+    rules = quick_rules(folder) if quick else METRICS / "rules.yml"
     with (folder / "prometheus.log").open("wb") as log:
         child = subprocess.Popen(
-            [programs() / "prometheus", f"--config.file={configuration(folder, port, key)}",
+            [programs() / "prometheus", f"--config.file={configuration(folder, port, key, rules)}",
              f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"],
             stdout=log, stderr=log,
         )  # fmt: skip
@@ -95,6 +106,25 @@ def query(url: str, expression: str) -> list[dict[str, Any]]:
             if found:
                 return found
         assert time.monotonic() < deadline, expression
+        time.sleep(0.5)
+
+
+def firing(url: str, wanted: Callable[[set[str]], bool]) -> dict[str, dict[str, str]]:
+    """Annotations of the alerts that fire, by name, once `wanted` is true of their names."""
+    deadline = time.monotonic() + _LIMIT_S
+    while True:
+        found: dict[str, dict[str, str]] = {}
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(f"{url}/api/v1/alerts", timeout=10) as answer:
+                listed = json.load(answer)["data"]["alerts"]
+            found = {
+                one["labels"]["alertname"]: one["annotations"]
+                for one in listed
+                if one["state"] == "firing"
+            }
+            if wanted(set(found)):
+                return found
+        assert time.monotonic() < deadline, found
         time.sleep(0.5)
 
 

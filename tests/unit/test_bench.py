@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nibble.bench.compare import compare, ratios, refuse_others, refuse_too_little
-from nibble.bench.files import open_folder, read_result, write_json
+from nibble.bench.files import JSON, read_result, write_json
 from nibble.bench.plot import draw
 from nibble.bench.report import Report, change_lines, markdown, ratio_lines
 from nibble.bench.result import Measured, Round, gather, read_round
@@ -23,7 +23,9 @@ from nibble.bench.run import Side, steps
 from nibble.bench.served import Served, find_served, fingerprint
 from nibble.bench.stock import Peer, last_error, running, stock_words
 from nibble.bench.sweep import Cell, make_sweep, read_lists
+from nibble.engine.bench_serve import usage_apart
 from nibble.errors import ExitCode
+from nibble.machine.out_path import create_folder
 from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
 from tests.support.refusals import refusal_of
 
@@ -234,11 +236,13 @@ def test_at_most_3_of_100_comparisons_of_a_server_with_itself_find_a_regression(
 
 
 def test_a_folder_with_a_result_is_not_overwritten(tmp_path: Path) -> None:
-    open_folder(tmp_path / "new" / "folder")
+    create_folder(tmp_path / "new" / "folder", "results", JSON)
     write_json(tmp_path, {})
-    refusal_of(lambda: open_folder(tmp_path), ExitCode.CONFIG)
+    refusal_of(lambda: create_folder(tmp_path, "results", JSON), ExitCode.CONFIG)
     (tmp_path / "file").write_text("")
-    refusal_of(lambda: open_folder(tmp_path / "file" / "folder"), ExitCode.CONFIG)
+    refusal_of(
+        lambda: create_folder(tmp_path / "file" / "folder", "results", JSON), ExitCode.CONFIG
+    )
 
 
 def test_the_page_says_what_is_missing_and_shows_every_cell() -> None:
@@ -364,6 +368,19 @@ def test_each_peer_gets_model_length_and_streams() -> None:
     llama = Peer("llama.cpp", [], "llama-server", Path("m.gguf"), 4).command(served, 9, None)
     assert llama[:3] == ["llama-server", "--model", "m.gguf"]
     assert llama[-4:] == ["--parallel", "4", "--ctx-size", "2048"]
+
+
+def test_llama_servers_last_piece_is_read_as_its_usage() -> None:
+    usage = {"completion_tokens": 4}
+    last = {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage}
+    assert usage_apart("data: " + json.dumps(last)) == [
+        "data: " + json.dumps({"choices": [], "usage": usage})
+    ]
+    both = usage_apart("data: " + json.dumps({"choices": [{"text": "a"}], "usage": usage}))
+    assert [json.loads(one.removeprefix("data: ")).get("usage") for one in both] == [None, usage]
+    for same in ('data: {"choices": [{"text": "a"}]}', "data: [DONE]", ": ping",
+                 'data: {"choices": [], "usage": {"completion_tokens": 4}}'):  # fmt: skip
+        assert usage_apart(same) == [same]
 
 
 def test_a_peer_that_cannot_load_the_checkpoint_is_named_with_its_reason(tmp_path: Path) -> None:

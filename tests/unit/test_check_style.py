@@ -123,12 +123,3 @@ def test_what_is_exempt_stays_so_where_it_is_named() -> None:
     words = [sys.executable, PROGRAM, "--python", "tests/unit/test_check_style.py"]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
-
-
-@pytest.mark.parametrize("program", ["plot_readme.py", "plot_figures.py"])
-def test_pictures_and_figures_show_the_results(program: str) -> None:
-    plot = root() / "benchmarks" / program
-    done = subprocess.run(
-        [sys.executable, plot, "--check"], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from nibble.machine.gpu_state import GpuState
 from nibble.machine.paths import root
@@ -83,6 +87,53 @@ def test_the_dashboard_has_what_grafana_requires() -> None:
             assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables
         for step in panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", ()):
             assert step["color"] and "value" in step
+
+
+def lost(source: Any, kept: Any, place: str = "") -> Iterator[str]:
+    """Places whose value another JSON does not have."""
+    if isinstance(source, dict) and isinstance(kept, dict):
+        for key, value in source.items():
+            if key in kept:
+                yield from lost(value, kept[key], f"{place}.{key}")
+            else:
+                yield f"{place}.{key}"
+    elif isinstance(source, list) and isinstance(kept, list) and len(source) == len(kept):
+        for number, pair in enumerate(zip(source, kept, strict=True)):
+            yield from lost(*pair, f"{place}[{number}]")
+    elif source != kept:
+        yield place
+
+
+def through_grafanas_types(source: dict[str, Any]) -> dict[str, Any]:
+    """The dashboard as the types made from Grafana's schema keep it."""
+    register_default_plugins()
+    return json.loads(JSONEncoder().encode(Dashboard.from_json(source)))
+
+
+def test_grafanas_schema_knows_every_key_of_the_dashboard() -> None:
+    source = json.loads(DASHBOARD.read_text())
+    assert list(lost(source, through_grafanas_types(source))) == []
+    image = yaml.safe_load((root() / "docker" / "compose.yaml").read_text())["services"]["grafana"]
+    assert (
+        f"grafana:{version('grafana-foundation-sdk').partition('!')[2].rpartition('.')[0]}."
+        in (image["image"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("gridPoss", {}), ("fieldConfig.defaults.unitt", "s"), ("targets", [{"exprr": "up"}])],
+)
+def test_a_key_that_grafana_does_not_know_is_found(place: str, value: object) -> None:
+    source = json.loads(DASHBOARD.read_text())
+    *folders, key = place.split(".")
+    inside = source["panels"][0]
+    for one in folders:
+        inside = inside[one]
+    inside[key] = value
+    assert any(found.endswith(("gridPoss", "unitt", "exprr")) for found in lost(
+        source, through_grafanas_types(source)
+    ))  # fmt: skip
 
 
 def cells() -> Iterator[tuple[int, int]]:

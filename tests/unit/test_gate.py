@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nibble.engine.gate.asgi import INTERNAL_HEADER, Gate
+from nibble.engine.gate.few_metrics import path_for
 from nibble.engine.gate.state import GateState
 from nibble.engine.guard.protocol import GuardedProtocol
 
@@ -267,6 +269,8 @@ UNLISTED = [
     "/update_weights",
     "/reset_prefix_cache",
     "/profile",
+    "/start_profile",
+    "/stop_profile",
     "/start_profile/x",
     "/start_profilex",
     "/abort_requests",
@@ -294,6 +298,49 @@ def test_unlisted_route_is_404_with_and_without_a_configured_key(
     assert door.http(method, path, BEARER).status == 404
     assert open_door.http(method, path).status == 404
     assert door.app.scopes == open_door.app.scopes == []
+
+
+@pytest.mark.parametrize("path", ["/nibble/engine/sleep", "/nibble/engine/wake"])
+def test_only_the_server_of_several_models_reaches_the_engines_sleep(door: Door, path: str) -> None:
+    assert door.http("POST", path).status == 401
+    assert door.http("POST", path, BEARER).status == 404
+    assert door.http("POST", path, BEARER, (INTERNAL_HEADER, b"wrong")).status == 404
+    turned = door.http("POST", path, (INTERNAL_HEADER, INTERNAL.encode()))
+    assert turned.status == 500 and b"AttributeError" in turned.body  # no engine here
+    assert door.app.scopes == []
+
+
+def test_the_supervisor_alone_reads_a_few_metrics(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = CollectorRegistry()
+    for name in ("tokens", "others"):
+        Counter(name, "Text.", registry=registry).inc(3)
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm.v1.metrics.prometheus",
+        SimpleNamespace(get_prometheus_registry=lambda: registry),
+    )
+    path, _, query = path_for({"tokens_total"}).partition("?")
+    internal = (INTERNAL_HEADER, INTERNAL.encode())
+    reply = door.http("GET", path, internal, query_string=query.encode())
+    assert reply.status == 200
+    assert b"tokens_total 3.0" in reply.body and b"others" not in reply.body
+    assert door.http("GET", path, BEARER).status == 404
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    assert door.http("GET", path, internal).status == 501
+    assert door.app.scopes == []
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+def test_the_profilers_routes_exist_with_its_flag_and_need_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Door, path: str
+) -> None:
+    monkeypatch.setenv("NIBBLE_GATE_PROFILER", "1")
+    with_flag = Door(tmp_path / "gate")
+    assert with_flag.http("POST", path).status == 401
+    assert with_flag.http("POST", path, BEARER).status == 200
+    assert door.http("POST", path, BEARER).status == 404
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,11 @@ def test_a_start_makes_one_and_the_next_uses_it(tmp_path: Path, computed: list[R
     assert (
         len(computed) == 1 and computed[0].activations == "fp4" and computed[0].answer_tokens == 16
     )
-    assert "for the canary, once" in said[0] and said[1:] == ["the reference was computed in 3 s"]
+    assert (
+        "for the canary" in said[0]
+        and ", once: " in said[0]
+        and said[1:] == ["the reference was computed in 3 s"]
+    )
 
 
 def test_another_file_is_another_checkpoint(tmp_path: Path, computed: list[Request]) -> None:
@@ -140,20 +144,26 @@ def test_a_reference_that_is_computed_beside_the_load_is_waited_for(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("target", "reference", "beside"),
+    ("target", "reference", "cores", "free_gib", "beside", "cores_used"),
     [
-        ("cpu", "auto", False),
-        ("gb10", "auto", False),
-        ("hopper", "auto", True),
-        ("hopper", "always", False),
+        ("cpu", "auto", 16, 16, True, 16),
+        ("cpu", "auto", 1, 16, False, 1),
+        ("cpu", "auto", 16, 4, False, 16),
+        ("cpu", "always", 16, 16, False, 16),
+        ("gb10", "auto", 16, 64, False, 16),
+        ("hopper", "auto", 16, 4, True, 8),
+        ("hopper", "always", 16, 16, False, 16),
     ],
 )
-def test_it_is_beside_the_load_where_the_engine_has_memory_of_its_own(
-    target: str, reference: str, beside: bool
-) -> None:
-    assert is_beside(load_target(target), reference) == beside
-    machine = dataclasses.replace(detect(), cpu_cores=16)
-    assert cores_for(load_target(target), reference, machine) == (8 if beside else 16)
+def test_it_is_beside_the_load_where_the_engine_keeps_its_memory(
+    target: str, reference: str, cores: int, free_gib: int, beside: bool, cores_used: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """The demo's takes 1.0 GiB."""
+    machine = dataclasses.replace(detect(), cpu_cores=cores, memory_available_bytes=free_gib << 30)
+    checkpoint = planned(tmp_path).checkpoint
+    assert is_beside(load_target(target), reference, checkpoint, machine) == beside
+    assert cores_for(load_target(target), reference, machine) == cores_used
 
 
 def test_a_start_that_would_take_too_long_says_the_command(

@@ -26,7 +26,10 @@ SHIPPED: Mapping[str, Path] = {
     "words": _HERE / "words.jsonl", "choice": _HERE / "choice.jsonl",
 }  # fmt: skip
 _MOST_BYTES = 1 << 30
-_INSTALL = "pip install 'lm-eval[api]' into an environment, and name its Python with --harness"
+_INSTALL = (
+    "pip install 'lm-eval[api]' transformers into an environment, and name its Python with"
+    " --harness"
+)
 
 
 @dataclass(frozen=True)
@@ -211,10 +214,10 @@ def read_scores(found: Mapping[str, Any], tasks: Sequence[Task], limit: int | No
 def _check_harness(harness: str, environ: Mapping[str, str]) -> None:
     try:
         found = subprocess.run(
-            [harness, "-c", "import lm_eval, aiohttp, tenacity"], capture_output=True, check=False,
-            env=clean_environ(environ),
+            [harness, "-c", "import lm_eval, aiohttp, tenacity, transformers"],
+            env=clean_environ(environ), capture_output=True, check=False,
         )  # fmt: skip
-        why = found.returncode and "lm_eval cannot be imported"
+        why = found.returncode and "lm_eval or transformers cannot be imported"
     except OSError as error:
         why = error.strerror
     if why:

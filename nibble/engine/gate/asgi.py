@@ -8,6 +8,7 @@ NIBBLE_API_KEY        the key; unset or empty: requests need no key
 NIBBLE_GATE_STATE     path of the supervisor's state file (state.py); unset: the server stays
                       "starting"
 NIBBLE_GATE_CONTROL   the control port, for the status page's data and nibble's metrics
+NIBBLE_GATE_PROFILER  1 where the plan has --profiler-config; else its routes do not exist
 NIBBLE_GATE_INTERNAL  a random value per start, which the supervisor's requests send in the header
                       `x-nibble-internal`
 
@@ -25,16 +26,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from nibble.engine.gate.control import METRICS_PATH, ask_control, with_own_metrics
+from nibble.engine.gate.few_metrics import FEW_PATH, few_metrics
 from nibble.engine.gate.routes import (
     DATA_PATHS,
     OPEN_METHODS,
     OPEN_PATHS,
+    PROFILER_PATHS,
     READY_PATH,
     WEBSOCKET,
     allowed_methods,
     is_canonical,
     router_path,
 )
+from nibble.engine.gate.sleep import ENGINE_PATHS, sleep_or_wake
 from nibble.engine.gate.state import GateState, State
 from nibble.engine.guard.answers import with_short_errors
 from nibble.engine.guard.body import Disconnected
@@ -53,6 +57,7 @@ Header = tuple[bytes, bytes]
 INTERNAL_HEADER = b"x-nibble-internal"
 # Starting: the next phase may be the last. Draining: this process ends, and the next one needs its
 # start-up time. Paused: about the time of a long answer, because running requests end first.
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 RETRY_AFTER_SECONDS: dict[State, int] = {"starting": 5, "ready": 1, "draining": 30, "paused": 10}
 
 
@@ -170,6 +175,7 @@ class Gate:
         self._key = environ.get("NIBBLE_API_KEY", "").encode()
         self._control = environ.get("NIBBLE_GATE_CONTROL", "")
         self._internal = environ.get("NIBBLE_GATE_INTERNAL", "").encode()
+        self._hidden = () if environ.get("NIBBLE_GATE_PROFILER") == "1" else PROFILER_PATHS
         self._state = GateState.open(environ.get("NIBBLE_GATE_STATE", ""))
         self._guard = RequestGuard(environ)
 
@@ -182,7 +188,10 @@ class Gate:
         verb = scope["method"] if kind == "http" else WEBSOCKET
         caller, marked = self._identify(scope["headers"])
         path = router_path(scope)
-        answer = self._judge(verb, path, is_canonical(scope), caller)
+        if caller.internal and (found := await _for_supervisor(scope, verb, path)) is not None:
+            return await send_http(send, found)
+        known = is_canonical(scope) and path not in self._hidden
+        answer = self._judge(verb, path, known, caller)
         if answer is None and path in DATA_PATHS:
             answer = await self._page_data(path)
         if answer is None:
@@ -248,6 +257,17 @@ class Gate:
 
     def _is_key(self, value: bytes) -> bool:
         return bool(self._key) and hmac.compare_digest(value, self._key)
+
+
+async def _for_supervisor(scope: Scope, verb: str, path: str) -> Answer | None:
+    """The answer to what nibble alone asks of this process; None for another request."""
+    if verb == "POST" and path in ENGINE_PATHS:
+        problem = await sleep_or_wake(scope.get("app"), path)
+        return Answer(500 if problem else 200, problem.encode())
+    if verb == "GET" and path == FEW_PATH:
+        text = few_metrics(scope.get("query_string", b""))
+        return Answer(501, b"") if text is None else Answer(200, text, (), METRICS_TYPE)
+    return None
 
 
 def _forwarded(scope: Scope, verb: str, marked: bool) -> Scope:

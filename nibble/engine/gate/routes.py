@@ -24,6 +24,9 @@ READY_PATH = "/ready"
 OPEN_PATHS = frozenset({HEALTH_PATH, READY_PATH}) | FILE_PATHS
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 DATA_PATHS = frozenset({LIVE_PATH, STATUS_PATH})
+# For `nibble trace`. The gate passes them on only where the owner set --profiler-config: a profile
+# slows every client down and fills a disk.
+PROFILER_PATHS = ("/start_profile", "/stop_profile")
 
 # OPTIONS: CORS preflight requests, which vLLM's CORS middleware answers.
 _POST = frozenset({"POST", "OPTIONS"})
@@ -60,9 +63,7 @@ LISTED: dict[str, frozenset[str]] = {
     # Needed by evaluation and benchmark tools
     "/tokenize": _POST,
     "/detokenize": _POST,
-    # `nibble trace`; vLLM has them only where the owner set --profiler-config
-    "/start_profile": _POST,
-    "/stop_profile": _POST,
+    **dict.fromkeys(PROFILER_PATHS, _POST),
     # Reports
     "/version": _GET,
     "/metrics": _GET,

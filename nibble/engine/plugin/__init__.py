@@ -9,6 +9,7 @@
 - cpu_seeds.py: requests with a seed on the CPU.
 - cpu_cache.py: the KV cache's memory on the CPU, taken beside the start.
 - cpu_logprobs.py: ranks of tokens on the CPU without a compiler.
+- cpu_mapped.py: the pages of mapped files on the CPU, given back while a model loads.
 - compact_json.py: JSON without blanks between its values.
 - whole_load.py, written.py: end a load that leaves a weight unwritten.
 - pulse.py: reports the progress of each process to nibble's supervisor.

@@ -18,6 +18,7 @@ from nibble.engine.plugin import (
     cpu_decoder,
     cpu_head,
     cpu_logprobs,
+    cpu_mapped,
     cpu_process,
     cpu_rope,
     cpu_router,
@@ -58,6 +59,7 @@ def install() -> None:
     cpu_decoder.follow_loading()
     cpu_head.read_heads_as_stored()
     cpu_logprobs.count_without_compiler()
+    cpu_mapped.give_read_pages_back()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
     whole_load.check_loads()

@@ -10,7 +10,14 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from nibble.engine.gate.asgi import NOT_FOUND, Answer, error_answer, refuse_websocket, send_http
+from nibble.engine.gate.asgi import (
+    METRICS_TYPE,
+    NOT_FOUND,
+    Answer,
+    error_answer,
+    refuse_websocket,
+    send_http,
+)
 from nibble.engine.gate.control import METRICS_PATH
 from nibble.engine.gate.routes import HEALTH_PATH
 from nibble.engine.guard.body import Bodies, Disconnected, Held
@@ -28,7 +35,6 @@ Send = Callable[[Message], Awaitable[None]]
 _METRICS_TIMEOUT_S = 2.0
 _RETRY = ((b"retry-after", b"5"),)
 _SHOWN_NAMES = 50
-_METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Router:
@@ -65,7 +71,7 @@ class Router:
         if path == "/version":
             return Answer(200, json.dumps({"version": self._version}).encode())
         if path == METRICS_PATH:
-            return Answer(200, (await self._metrics(scope)).encode(), (), _METRICS_TYPE)
+            return Answer(200, (await self._metrics(scope)).encode(), (), METRICS_TYPE)
         return None
 
     async def _route(self, scope: Message, receive: Receive, send: Send) -> None:

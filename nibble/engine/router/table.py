@@ -17,7 +17,7 @@ from typing import Any, Literal
 from nibble.engine.guard.refusal import Refused
 from nibble.engine.router.upstream import Upstream
 
-ModelState = Literal["unloaded", "loading", "ready", "unloading", "holding", "failed"]
+ModelState = Literal["unloaded", "loading", "ready", "unloading", "asleep", "holding", "failed"]
 DEFAULT = "default"
 
 

@@ -34,12 +34,18 @@ class Need:
 
 @dataclass(frozen=True)
 class Share:
-    """The memory of one model while it is loaded."""
+    """The memory of one model while it is loaded, and `asleep_bytes` of it while it sleeps.
+
+    `unloading` says how it gives the memory up, and why (unloading.py).
+    """
 
     model: str
     kv_bytes: int
     total_bytes: int
     stays: bool
+    sleeps: bool = False
+    asleep_bytes: int = 0
+    unloading: str = ""
 
 
 def divide(needs: Sequence[Need], allowed_bytes: int, loading: Loading) -> tuple[Share, ...]:

@@ -1,4 +1,4 @@
-"""Decides which model to load next and which to unload for it. Pure."""
+"""Decides which models to unload, and which to end when memory runs out. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that takes memory: it loads, serves or is being unloaded."""
+    """A model that takes memory: it loads, serves, sleeps or is being unloaded. Unloaded, it still
+    takes `kept_bytes` where it sleeps.
+    """
 
     model: str
     total_bytes: int
@@ -16,6 +18,12 @@ class Loaded:
     last_used_s: float
     stays: bool
     is_ready: bool
+    kept_bytes: int = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """What its unloading gives."""
+        return self.total_bytes - self.kept_bytes
 
 
 def to_unload(
@@ -37,11 +45,22 @@ def to_unload(
         if free_bytes >= wanted_bytes:
             break
         chosen.append(one)
-        free_bytes += one.total_bytes
+        free_bytes += one.freed_bytes
     if free_bytes < wanted_bytes:
         return None
     for one in reversed(chosen):  # the most recently used first
-        if free_bytes - one.total_bytes >= wanted_bytes:
+        if free_bytes - one.freed_bytes >= wanted_bytes:
             chosen.remove(one)
-            free_bytes -= one.total_bytes
+            free_bytes -= one.freed_bytes
     return tuple(one.model for one in chosen)
+
+
+def to_end(loaded: Sequence[Loaded]) -> str | None:
+    """The model whose engine ends when the machine's memory runs out: one that serves nothing now,
+    because it loads and takes more, or sleeps; else an idle one before a busy one, and of these
+    the least used. Models that stay go last.
+    """
+    order = sorted(
+        loaded, key=lambda one: (one.is_ready, one.stays, one.running > 0, one.last_used_s)
+    )
+    return order[0].model if order else None

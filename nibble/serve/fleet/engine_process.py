@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,10 +21,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from nibble.engine.gate.asgi import INTERNAL_HEADER
+from nibble.engine.gate.sleep import SLEEP_PATH, WAKE_PATH
 from nibble.machine.processes import die_with_parent
 from nibble.serve.control import ADDRESS
 
 _ANSWER_S = 2.0
+_SLEEP_S = 300.0  # 100 GB of weights at less than 1 GB/s
 _CHUNK_BYTES = 1 << 16
 _ERROR_LINE = re.compile(r"^nibble: error: (.*)$")
 
@@ -46,9 +50,10 @@ class EngineProcess:
         own += ["--control-port", str(self.control_port)]
         for_vllm = words.index("--") if "--" in words else len(words)
         words = [*words[:for_vllm], *own, *words[for_vllm:]]
+        self._token = secrets.token_urlsafe(32)
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", "nibble", "serve", *words],
-            env={**environ, "PYTHONPATH": path},
+            env={**environ, "PYTHONPATH": path, "NIBBLE_GATE_INTERNAL": self._token},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -86,15 +91,39 @@ class EngineProcess:
         """What its status page shows, empty without an answer."""
         return self._json("/nibble/live")
 
+    def sleep(self) -> str:
+        """Put the engine to sleep; empty, or why it failed. Takes seconds."""
+        return self._tell_engine(SLEEP_PATH)
+
+    def wake(self) -> str:
+        """Wake the engine; empty, or why it failed. Takes seconds."""
+        return self._tell_engine(WAKE_PATH)
+
+    def _tell_engine(self, path: str) -> str:
+        connection = http.client.HTTPConnection(ADDRESS, self.port, timeout=_SLEEP_S)
+        try:
+            connection.request("POST", path, headers={INTERNAL_HEADER.decode(): self._token})
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")[:500]
+            return "" if response.status == http.HTTPStatus.OK else text or "no reason"
+        except (OSError, http.client.HTTPException) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            connection.close()
+
     def terminate(self) -> None:
         """Let it drain and end."""
         with contextlib.suppress(ProcessLookupError):
             self._child.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End it now; its guardian then ends vLLM."""
+    def kill_at_once(self) -> None:
+        """End it now, as `kill`, and wait for nothing: memory is gone."""
         with contextlib.suppress(ProcessLookupError):
             self._child.kill()
+
+    def kill(self) -> None:
+        """End it now; its guardian then ends vLLM."""
+        self.kill_at_once()
         self._child.wait()
 
     def _json(self, path: str) -> dict[str, Any]:

@@ -9,34 +9,48 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, get_args
 
+from nibble.engine.gate.admission import Admission
 from nibble.engine.installed import build_id
 from nibble.engine.router.table import ModelState
 from nibble.serve.fleet.fleet import Fleet, Member
+from nibble.serve.live import memory_gauges
 
 _SUMMED = ("generated_tokens_per_s", "prompt_tokens_per_s", "running", "waiting", "answered_total")
 _FROM_ENGINE = (
     *("phase", "progress", "detail", "eta_s", "seconds_in_phase", "last_line", "lost"),
-    *("facts", "canary", "assertion", "memory", "traffic", "engine_pid", "hang", "url", "plan"),
+    *("facts", "canary", "assertion", "traffic", "engine_pid", "hang", "url", "plan"),
 )
 
 
 class Report:
     """Answers of the control port. All methods run in request threads."""
 
-    def __init__(self, fleet: Fleet, url: str) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        url: str,
+        memory: Callable[[], dict[str, Any]] = dict,
+        admission: Admission | None = None,
+    ) -> None:
         self._fleet, self._url = fleet, url
+        self._memory, self._admission = memory, admission
         self._began = time.monotonic()
         self._since = datetime.now(UTC).isoformat(timespec="seconds")
 
     def is_ready(self) -> bool:
         """Whether every model that stays is loaded."""
-        return not self._fleet.is_draining and not self._fleet.missing()
+        return not (self._fleet.is_draining or self._fleet.missing() or self._paused())
 
     def why(self) -> str:
         """The reason where it is not."""
         if self._fleet.is_draining:
             return "draining"
-        return f"loading {', '.join(self._fleet.missing())}"
+        return self._paused() or f"loading {', '.join(self._fleet.missing())}"
+
+    def _paused(self) -> str:
+        """Why the watchdog admits no requests; empty if it does."""
+        admission = self._admission
+        return admission.phase if admission is not None and admission.state == "paused" else ""
 
     def status(self) -> dict[str, Any]:
         """The answer of /status, without secrets."""
@@ -70,6 +84,10 @@ class Report:
             full = f"nibble_model_{name}"
             lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge"]
             lines += [f"{full}{{{_label(one)}}} {value(one)}" for one in members]
+        now = {"state": "paused" if self._paused() else "", "memory": self._memory()}
+        for full, text, values in memory_gauges(now):
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge"]
+            lines += [f"{full}{labels} {value}" for labels, value in values]
         return "\n".join(lines) + "\n"
 
     def _engines(self, ask: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -85,9 +103,12 @@ class Report:
     def _of_all(self, engines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         fleet = self._fleet
         missing = fleet.missing()
+        paused = self._paused()
         state = "draining" if fleet.is_draining else "starting" if missing else "ready"
         phase = f"loading {', '.join(missing)}" if state == "starting" else state
-        used_bytes = sum(one.share.total_bytes for one in fleet.members if one.process)
+        if paused and not fleet.is_draining:
+            state, phase = "paused", "paused"
+        used_bytes = sum(one.taken_bytes for one in fleet.members if one.process)
         return {
             "state": state,
             "phase": phase,
@@ -99,6 +120,8 @@ class Report:
             "served_names": fleet.table.known_names(),
             "allowed_bytes": fleet.allowed_bytes,
             "planned_bytes": used_bytes,
+            "reason": paused,
+            "memory": self._memory(),
             "models": [
                 _of_model(member, engine)
                 for member, engine in zip(fleet.members, engines, strict=True)
@@ -114,6 +137,7 @@ def _of_model(member: Member, engine: dict[str, Any]) -> dict[str, Any]:
         "state": entry.state,
         "reason": entry.reason,
         "stays": member.share.stays,
+        "unloading": member.share.unloading,
         "total_bytes": member.share.total_bytes,
         "kv_bytes": member.share.kv_bytes,
         "running": entry.running,
@@ -135,9 +159,9 @@ def _problems(status: dict[str, Any]) -> Iterator[dict[str, str]]:
         elif model["failures"]:
             what = f"{name} ended {model['failures']} time(s) in a row: {model['reason']}"
             yield {"level": "amber", "what": what, "action": "Read its lines of the log."}
-        if model.get("engine_state") == "paused":
-            what = f"{name} admits no new requests: {model.get('reason') or 'memory is short'}"
-            yield {"level": "amber", "what": what, "action": "Stop other programs."}
+    if status["state"] == "paused":
+        what = f"New requests get 503: {status['reason']}"
+        yield {"level": "red", "what": what, "action": "End other programs on this machine."}
 
 
 def _sum(reports: Sequence[dict[str, Any]], name: str) -> float | None:

@@ -21,6 +21,16 @@ class FleetOptions(BaseModel):
         flag="--loading",
         expected="together or on-demand",
     )
+    unload: Literal["auto", "stop", "sleep"] = option(
+        "auto",
+        "Several models",
+        "How a model gives up its memory for another: `stop` ends its engine; `sleep` keeps its"
+        " weights in host memory, on GPUs with their own memory; `auto` is `sleep` where that is"
+        " tested.",
+        "NIBBLE_UNLOAD",
+        flag="--unload",
+        expected="auto, stop or sleep",
+    )
     load_wait_seconds: int = option(
         900,
         "Several models",

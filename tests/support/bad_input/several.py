@@ -43,6 +43,15 @@ def several_rows() -> list[Row]:
             serve("nibble-demo-nvfp4=nibble-demo", "nibble-demo-nvfp4"),
         ),
         row(
+            "several-sleep",
+            "`NIBBLE_UNLOAD=sleep` on a CPU or with unified memory",
+            5,
+            "NIBBLE_UNLOAD is sleep, and nibble-demo cannot sleep: …; expected stop or auto on"
+            " this machine; unset NIBBLE_UNLOAD",
+            serve(*TWO, NIBBLE_UNLOAD="sleep"),
+            serve(*TWO, "--unload", "sleep"),
+        ),
+        row(
             "several-served-name",
             "`NIBBLE_SERVED_MODEL_NAME` with several models",
             5,

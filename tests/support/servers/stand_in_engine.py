@@ -20,6 +20,7 @@ class StandInEngine:
 
     load_s = 0.1
     ends_at_load_with: int | None = None
+    sleep_problem = wake_problem = ""
 
     def __init__(self, name: str, words: Sequence[str], environ: Mapping[str, str]) -> None:
         self.name, self.words, self.environ = name, list(words), dict(environ)
@@ -27,6 +28,7 @@ class StandInEngine:
         self.code: int | None = None
         self.loaded_at = time.monotonic() + self.load_s
         self.asked: list[dict[str, Any]] = []
+        self.turns: list[str] = []
         self.aborted = threading.Event()
         self.release = threading.Event()
         engine = self
@@ -54,11 +56,21 @@ class StandInEngine:
 
     live = status
 
+    def sleep(self) -> str:
+        self.turns.append("sleep")
+        return self.sleep_problem
+
+    def wake(self) -> str:
+        self.turns.append("wake")
+        return self.wake_problem
+
     def terminate(self) -> None:
         self.crash(0)
 
     def kill(self) -> None:
         self.crash(-9)
+
+    kill_at_once = kill
 
     def crash(self, code: int) -> None:
         if self.code is None:

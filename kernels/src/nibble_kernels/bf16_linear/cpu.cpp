@@ -9,7 +9,7 @@
 namespace nibble::cpu {
 namespace {
 
-constexpr int64_t kLanes = 32, kPieceBytes = 128 << 10, kLevelWithBf16 = 4;
+constexpr int64_t kLanes = 32, kPieceBytes = 128 << 10, kLevelWithAvx2 = 1, kLevelWithBf16 = 4;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
@@ -52,6 +52,7 @@ Tensor bf16_linear(const Tensor& input, const Tensor& weight) {
   auto* to = static_cast<torch::headeronly::BFloat16*>(y.mutable_data_ptr());
   auto products = bf16_products;
 #if NIBBLE_HAS_X86_LEVELS
+  if (matmul_level().number >= kLevelWithAvx2) products = bf16_products_avx2;
   if (matmul_level().number == kLevelWithBf16) products = bf16_products_avx512_bf16;
 #endif
   const int64_t unit = std::max<int64_t>(4, kPieceBytes / (2 * columns) / 4 * 4);

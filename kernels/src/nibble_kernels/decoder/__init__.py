@@ -6,6 +6,7 @@ attention, or a whole step with one new token for each sequence. `reference.py` 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -62,7 +63,8 @@ class _Number:
     value: int
 
     def __del__(self) -> None:
-        _delete(torch.empty(0), self.value)
+        if not sys.is_finalizing():  # torch's operators may be gone
+            _delete(torch.empty(0), self.value)
 
 
 class Decoder:

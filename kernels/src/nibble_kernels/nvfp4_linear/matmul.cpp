@@ -13,15 +13,16 @@ extern const ByteLoops kPortableBytes;
 #if NIBBLE_HAS_X86_LEVELS
 extern const FloatLoops kAvx2Floats, kAvx512Floats, kAvx512Bf16Floats;
 extern const ByteLoops kAvx2Bytes, kAvx512VnniBytes;
+extern const WordLoops kAvx2Words, kAvx512VnniWords;
 #endif
 
 const std::vector<const MatmulLevel*>& matmul_levels() {
   static const std::vector<const MatmulLevel*> levels = [] {
     std::vector<const MatmulLevel*> found;
 #if NIBBLE_HAS_X86_LEVELS
-    static const MatmulLevel kBf16{4, &kAvx512Bf16Floats, &kAvx512VnniBytes},
-        kVnni{3, &kAvx512Floats, &kAvx512VnniBytes}, kAvx512{2, &kAvx512Floats, &kAvx2Bytes},
-        kAvx2{1, &kAvx2Floats, &kAvx2Bytes};
+    static const MatmulLevel kBf16{4, &kAvx512Bf16Floats, &kAvx512VnniBytes, nullptr},
+        kVnni{3, &kAvx512Floats, &kAvx512VnniBytes, &kAvx512VnniWords},
+        kAvx512{2, &kAvx512Floats, &kAvx2Bytes, nullptr}, kAvx2{1, &kAvx2Floats, &kAvx2Bytes, &kAvx2Words};
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and so F16C
     const bool avx512 = NIBBLE_HAS_AVX512 && avx2 && __builtin_cpu_supports("avx512f");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -31,7 +32,7 @@ const std::vector<const MatmulLevel*>& matmul_levels() {
     if (avx512) found.push_back(&kAvx512);
     if (avx2) found.push_back(&kAvx2);
 #endif
-    static const MatmulLevel kPortable{0, &kPortableFloats, &kPortableBytes};
+    static const MatmulLevel kPortable{0, &kPortableFloats, &kPortableBytes, nullptr};
     found.push_back(&kPortable);
     return found;
   }();

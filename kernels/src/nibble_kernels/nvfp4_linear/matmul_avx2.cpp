@@ -121,8 +121,66 @@ inline Lanes block_dot(const Bytes (&w)[4], const int8_t* x, const int32_t* offs
 
 #include "nibble/nvfp4_matmul_bytes.h"
 
+struct Pairs {
+  __m256i low, high;
+};
+typedef Pairs Quarter;
+typedef Pairs Sums;
+constexpr int kFewOfWords = 4, kRowsOfWords = 4;
+
+template <int kQuarter>
+inline Quarter quarter_of(const uint8_t* codes) {
+  const __m128i doubled = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  const uint8_t* half = codes + kQuarter / 2 * 64;
+  return {look_up(doubled, codes_at(half), kQuarter % 2), look_up(doubled, codes_at(half + 32), kQuarter % 2)};
+}
+
+// Every other byte as the upper one of a word.
+template <bool kOdd>
+inline Pairs pairs_of(Quarter quarter) {
+  if constexpr (kOdd) {
+    const __m256i upper = _mm256_set1_epi16(static_cast<short>(0xff00));
+    return {_mm256_and_si256(quarter.low, upper), _mm256_and_si256(quarter.high, upper)};
+  }
+  return {_mm256_slli_epi16(quarter.low, 8), _mm256_slli_epi16(quarter.high, 8)};
+}
+
+inline void store_pairs(char* to, Pairs w) { store_bytes(to, {w.low, w.high}); }
+inline Pairs load_pairs(const char* from) {
+  const Bytes w = load_bytes(from);
+  return {w.low, w.high};
+}
+
+inline Sums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+
+// Keeps the order of additions: gcc would add all products of a block at its end, from memory.
+inline __m256i in_order(__m256i sums) {
+  asm("" : "+x"(sums));
+  return sums;
+}
+
+// At most 16 · 12 · 2^8 · 2^15 in 32 bits.
+inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
+  int pair;
+  std::memcpy(&pair, x, sizeof pair);
+  const __m256i both = _mm256_set1_epi32(pair);
+  return {in_order(_mm256_add_epi32(sums.low, _mm256_madd_epi16(w.low, both))),
+          in_order(_mm256_add_epi32(sums.high, _mm256_madd_epi16(w.high, both)))};
+}
+inline Lanes floats_of(Sums sums) { return {_mm256_cvtepi32_ps(sums.low), _mm256_cvtepi32_ps(sums.high)}; }
+
+inline Lanes upper_of(Pairs w, int shift) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_sll_epi32(w.low, count), upper)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_sll_epi32(w.high, count), upper))};
+}
+
+#include "nibble/nvfp4_matmul_words.h"
+
 }  // namespace
 
+extern const WordLoops kAvx2Words = kWordLoops;
 extern const FloatLoops kAvx2Floats = kFloatLoops;
 extern const ByteLoops kAvx2Bytes = kByteLoops;
 

@@ -46,8 +46,48 @@ inline Lanes block_dot(const Bytes (&w)[4], const int8_t* x, const int32_t* offs
 
 #include "nibble/nvfp4_matmul_bytes.h"
 
+typedef __m512i Pairs;
+typedef __m512i Quarter;
+typedef __m512i Sums;
+constexpr int kFewOfWords = 8, kRowsOfWords = 8;
+
+template <int kQuarter>
+inline Quarter quarter_of(const uint8_t* codes) {
+  const __m512i doubled =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+  const __m512i pairs = _mm512_loadu_si512(codes + kQuarter / 2 * 64);
+  return _mm512_permutexvar_epi8(kQuarter % 2 ? _mm512_srli_epi16(pairs, 4) : pairs, doubled);
+}
+
+// Every other byte as the upper one of a word.
+template <bool kOdd>
+inline Pairs pairs_of(Quarter quarter) {
+  if constexpr (kOdd) return _mm512_and_si512(quarter, _mm512_set1_epi16(static_cast<short>(0xff00)));
+  return _mm512_slli_epi16(quarter, 8);
+}
+
+inline void store_pairs(char* to, Pairs w) { store_bytes(to, w); }
+inline Pairs load_pairs(const char* from) { return load_bytes(from); }
+inline Sums no_sums() { return _mm512_setzero_si512(); }
+
+// At most 16 · 12 · 2^8 · 2^15 in 32 bits.
+inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
+  int pair;
+  std::memcpy(&pair, x, sizeof pair);
+  return _mm512_dpwssd_epi32(sums, w, _mm512_set1_epi32(pair));
+}
+inline Lanes floats_of(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+
+inline Lanes upper_of(Pairs w, int shift) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_sll_epi32(w, _mm_cvtsi32_si128(shift)), upper));
+}
+
+#include "nibble/nvfp4_matmul_words.h"
+
 }  // namespace
 
+extern const WordLoops kAvx512VnniWords = kWordLoops;
 extern const ByteLoops kAvx512VnniBytes = kByteLoops;
 
 }  // namespace nibble::cpu

@@ -66,6 +66,8 @@ def _weights(probe: Probe, device: torch.device) -> Iterator[Result]:
             y = probe.module.forward_modular(x=x.clone(), topk_weights=weights, topk_ids=ids)
         if not isinstance(y, Tensor):
             raise Unknown("the kernel leaves the sum over experts to a later one")
+        if probe.outputs is not None and y.isfinite().all():
+            y = y[:, probe.outputs.to(y.device)]
         yield compare(
             probe.part,
             probe.kind,

@@ -1,7 +1,8 @@
 """Computes expected outputs of layers for random inputs, with the kernels' reference.py.
 
 vLLM repacks weights for its kernels after the load, so the outputs are computed before that, for a
-few rows per layer. One layer of each kind is always taken, and further layers within BUDGET_S.
+few rows per layer. One layer of each kind is always taken, and further layers within BUDGET_S: of
+linear ones some outputs, drawn at random, so that a start has time for all of them on a CPU too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nibble.engine.contract import Part
 from nibble.engine.plugin.report.formats import (
     activation_arguments,
     codes_of,
+    generator_of,
     global_scales,
     random_input,
     random_routing,
@@ -33,6 +35,7 @@ from nibble.engine.plugin.report.formats import (
 # Rows for the first layer of a kind: more than decode kernels handle (nvfp4_linear/README.md).
 # Further layers have one row.
 ROWS = 24
+OUTPUTS = 128  # of a further layer
 EXPERT_ROWS = 6
 BUDGET_S = 2.0  # for further layers of a known kind
 
@@ -44,7 +47,7 @@ class Probe:
     x: [rows, K] in the model's dtype; routing: top-k weights and ids of experts.
     expected: format of activations -> float32 [rows, N]. The formats are "plain" for an unquantized
     layer, else "bf16" and, if the checkpoint has scales for activations, FP4 formats. A weight-only
-    kernel may serve such a layer too.
+    kernel may serve such a layer too. outputs: those that `expected` has; all without it.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Probe:
     x: Tensor
     expected: dict[str, Tensor]
     routing: tuple[Tensor, Tensor] | None = None
+    outputs: Tensor | None = None
 
 
 class Probes:
@@ -123,11 +127,22 @@ def make_probe(name: str, kind: str, module: Any, rows: int) -> Probe:
 def _unquantized(name: str, kind: str, module: Any, rows: int) -> Probe:
     weight = module.weight.data
     x = random_input(name, rows, weight.shape[1], None).to(weight.dtype)
-    there = x.to(weight.device).float()
-    y = torch.cat(
-        [there @ part.float().T for part in weight.split(linear_reference.ROWS_AT_A_TIME)], dim=-1
-    )
-    return Probe(name, "linear", kind, module, x, {"plain": y.cpu()})
+    there, outputs = x.to(weight.device).float(), _outputs(name, weight, rows)
+    parts = _chosen(weight, outputs).split(linear_reference.ROWS_AT_A_TIME)
+    y = torch.cat([there @ part.float().T for part in parts], dim=-1)
+    return Probe(name, "linear", kind, module, x, {"plain": y.cpu()}, outputs=outputs)
+
+
+def _outputs(name: str, weight: Tensor, rows: int) -> Tensor | None:
+    """Which outputs of a layer to compare, or None for all."""
+    if rows == ROWS or len(weight) <= OUTPUTS:
+        return None
+    generator = generator_of(f"{name} outputs")
+    return torch.randperm(len(weight), generator=generator)[:OUTPUTS].sort().values
+
+
+def _chosen(values: Tensor, outputs: Tensor | None) -> Tensor:
+    return values if outputs is None else values[outputs.to(values.device)]
 
 
 def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
@@ -138,6 +153,10 @@ def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
     widths = torch.tensor(module.logical_widths, device=codes.device)
     # q, k and v have different global scales.
     factors = scales.reshape(-1).expand(len(widths)).repeat_interleave(widths)
+    outputs = _outputs(name, codes, rows)
+    # Bytes, because torch does not index E4M3 everywhere.
+    kept = _chosen(blocks.view(torch.uint8), outputs).view(blocks.dtype)
+    codes, factors = _chosen(codes, outputs), _chosen(factors, outputs)
     inputs = global_scales(module, "input")
     largest = inputs.max() if inputs is not None else None
     x = random_input(name, rows, codes.shape[1] * 2, largest)
@@ -145,14 +164,12 @@ def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
     def output(inverse: Tensor | None) -> Tensor:
         one = torch.ones((), device=codes.device)
         values = x.to(codes.device).float()
-        return linear_reference.nvfp4_linear(
-            values, codes, blocks, one, factors, None, inverse
-        ).cpu()
+        return linear_reference.nvfp4_linear(values, codes, kept, one, factors, None, inverse).cpu()
 
     expected = {"bf16": output(None)}
     if largest is not None:
         expected["fp4"] = output(1 / largest)
-    return Probe(name, "linear", kind, module, x, expected)
+    return Probe(name, "linear", kind, module, x, expected, outputs=outputs)
 
 
 def _experts(name: str, kind: str, module: Any) -> Probe:

@@ -11,6 +11,9 @@ constexpr int64_t kBf16Rows = 8;  // of activations, at most
 // A sum's order depends on the level and on nothing else.
 void bf16_products(const uint16_t* x, int64_t count, const uint16_t* weight, int64_t weight_rows, int64_t columns,
                    float* sums, int64_t stride);
+// The same with AVX2 and FMA; there where matmul_level() has them.
+void bf16_products_avx2(const uint16_t* x, int64_t count, const uint16_t* weight, int64_t weight_rows,
+                        int64_t columns, float* sums, int64_t stride);
 // The same with AVX-512's products of BF16; there where matmul_level() has them.
 void bf16_products_avx512_bf16(const uint16_t* x, int64_t count, const uint16_t* weight, int64_t weight_rows,
                                int64_t columns, float* sums, int64_t stride);

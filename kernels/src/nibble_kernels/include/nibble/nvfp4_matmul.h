@@ -66,6 +66,24 @@ struct QuantizedRows {
   const int32_t* offsets;
 };
 
+// A value that a word does not hold: what it lacks, times kRestFactor.
+struct Rest {
+  int32_t column;
+  float value;
+};
+
+// Rows of activations as integers of 16 bits with a scale for each block, a power of two. Words times scales and
+// the rests, in the order of columns, add up to x, exactly.
+struct WordRows {
+  const int16_t* words;         // [row][columns]
+  const float* scales;          // [row][blocks]
+  const Rest* const* rests;     // [row]
+  const int32_t* first_rests;   // [row][blocks + 1]: of each block
+};
+// Words of weights are 2^9 times their values and columns of them 2^25 times, scales 2^-8 times theirs.
+constexpr float kWordFactor = 0x1p-1f;
+constexpr float kRestFactor = 0x1p-17f;
+
 // The loops write sums as [activation row][stride], a tile's 16 rows side by side; x is [count][columns].
 // `few` multiplies one tile with few_rows rows at most; `many` up to kPanelTiles tiles with any number of
 // rows, and needs panel_bytes of memory aligned to 64 bytes.
@@ -87,11 +105,20 @@ struct ByteLoops {
                float* sums, int64_t stride);
 };
 
-// What a processor multiplies with.
+struct WordLoops {
+  int64_t few_rows;
+  int64_t panel_bytes;
+  void (*few)(const Tiles& tile, const WordRows& x, int64_t count, float* sums, int64_t stride);
+  void (*many)(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel, float* sums,
+               int64_t stride);
+};
+
+// What a processor multiplies with. Where there are words, floats are for rows that are not finite.
 struct MatmulLevel {
   int64_t number;  // in __init__.py's LEVELS
   const FloatLoops* floats;
   const ByteLoops* bytes;
+  const WordLoops* words;
 };
 
 // The best level that this processor has, or the one chosen by use_matmul_level.

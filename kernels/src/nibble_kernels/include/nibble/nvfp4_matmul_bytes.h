@@ -51,15 +51,18 @@ void multiply_bytes(const char* panel, int64_t depth, const QuantizedRows& x, in
     for (int t = 0; t < kTiles; ++t)
       total[r][t] = first ? zero() : load(sums + r * stride + t * kLaneRows);
   for (int64_t b = 0; b < depth; ++b) {
+    Bytes w[kTiles][4];
+    Lanes scale[kTiles];
     for (int t = 0; t < kTiles; ++t) {
       const char* from = panel + (b * kTilesOfBytes + t) * kBlockBytes;
-      Bytes w[4];
-      for (int i = 0; i < 4; ++i) w[i] = load_bytes(from + i * 64);
-      const Lanes scale = load(reinterpret_cast<const float*>(from + kBytesBytes));
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t at = r * blocks + b;
-        const Lanes dot = block_dot(w, x.values + at * kBlockColumns, x.offsets + at);
-        total[r][t] = add_scaled(dot, x.scales + at, scale, total[r][t]);
+      for (int i = 0; i < 4; ++i) w[t][i] = load_bytes(from + i * 64);
+      scale[t] = load(reinterpret_cast<const float*>(from + kBytesBytes));
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = r * blocks + b;
+      for (int t = 0; t < kTiles; ++t) {
+        const Lanes dot = block_dot(w[t], x.values + at * kBlockColumns, x.offsets + at);
+        total[r][t] = add_scaled(dot, x.scales + at, scale[t], total[r][t]);
       }
     }
   }

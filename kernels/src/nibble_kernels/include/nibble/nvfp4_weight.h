@@ -7,6 +7,7 @@
 
 #include "cpu.h"
 #include "nvfp4_matmul.h"
+#include "word_rows.h"
 
 namespace nibble::cpu {
 
@@ -105,6 +106,9 @@ class Activations {
       bytes_.resize(rows_ * columns_);
       scales_.resize(rows_ * columns_ / kBlockColumns);
       offsets_.resize(scales_.size());
+    } else if (has_words()) {
+      words_.allocate(rows_, columns_);
+      not_finite_.resize(rows_);
     } else if (is_bfloat16()) {
       halves_.resize(rows_ * parts_ * columns_);
       values_ = halves_.data();
@@ -120,6 +124,9 @@ class Activations {
     if (quantized_) {
       quantize_row(x, columns_, global_scale_inv, bytes_.data() + at, scales_.data() + block,
                    offsets_.data() + block);
+    } else if (has_words()) {
+      if (!words_.set(row, x))
+        for (int64_t i = 0; i < columns_; ++i) not_finite_[row].push_back(x[i] * level_.floats->factor);
     } else if (is_bfloat16()) {
       for (int64_t part = 0; part < parts_; ++part)
         for (int64_t i = 0; i < columns_; ++i) halves_[(row * parts_ + part) * columns_ + i] = part_of(x[i], part);
@@ -130,7 +137,7 @@ class Activations {
 
   // sums[row * stride + n] = Σ_k x[row][k] · weight[n][k] for the rows of the tiles. In float32, each sum in an
   // order that depends on the level and on whether there are more than kFewRows rows, and on nothing else;
-  // for quantized activations on nothing at all.
+  // for words only on the level, and for quantized activations on nothing at all.
   void multiply(const PackedTiles& tiles, float* sums, int64_t stride) const {
     if (few()) {
       for (int64_t tile = 0; tile < tiles.count(); ++tile)
@@ -139,6 +146,7 @@ class Activations {
       multiply_many(tiles.tiles(), tiles.count(), sums, stride);
     }
     add_parts(sums, tiles.count() * kLaneRows, stride);
+    multiply_not_finite(tiles, sums, stride);
     tiles.mark(sums, rows_, stride);
   }
 
@@ -167,12 +175,19 @@ class Activations {
     return static_cast<const char*>(values_) + row * columns_ * bytes;
   }
 
+  // float32 would leave a rest of almost every value.
+  bool has_words() const { return !quantized_ && level_.words && !std::is_same_v<T, float>; }
+
   void multiply_few(const Tiles& tile, float* sums, int64_t stride) const {
-    const int64_t at_once = quantized_ ? level_.bytes->few_rows : level_.floats->few_rows;
+    const int64_t at_once = quantized_     ? level_.bytes->few_rows
+                            : has_words() ? level_.words->few_rows
+                                          : level_.floats->few_rows;
     for (int64_t row = 0; row < sum_rows(); row += at_once) {
       const int64_t count = std::min(at_once, sum_rows() - row);
       if (quantized_) {
         level_.bytes->few(tile, quantized_rows(row), count, sums + row * stride, stride);
+      } else if (has_words()) {
+        level_.words->few(tile, words_.from(row), count, sums + row * stride, stride);
       } else {
         level_.floats->few(tile, row_of(row), count, sums + row * stride, stride);
       }
@@ -184,9 +199,20 @@ class Activations {
     if (quantized_) {
       level_.bytes->many(tiles, count, quantized_rows(0), rows_, scratch<Panel>(level_.bytes->panel_bytes), sums,
                          stride);
+    } else if (has_words()) {
+      level_.words->many(tiles, count, words_.from(0), rows_, scratch<Panel>(level_.words->panel_bytes), sums, stride);
     } else {
       level_.floats->many(tiles, count, values_, sum_rows(), scratch<Panel>(level_.floats->panel_bytes), sums,
                           stride);
+    }
+  }
+
+  void multiply_not_finite(const PackedTiles& tiles, float* sums, int64_t stride) const {
+    for (size_t row = 0; row < not_finite_.size(); ++row) {
+      if (not_finite_[row].empty()) continue;
+      for (int64_t tile = 0; tile < tiles.count(); ++tile)
+        level_.floats->few(tiles.tiles().from(tile), not_finite_[row].data(), 1, sums + row * stride + tile * kLaneRows,
+                           stride);
     }
   }
 
@@ -211,6 +237,8 @@ class Activations {
   std::vector<float> floats_, scales_;
   std::vector<int8_t> bytes_;
   std::vector<int32_t> offsets_;
+  OwnedWordRows words_;
+  std::vector<std::vector<float>> not_finite_;  // rows that words do not hold, for the loops of floats
 };
 
 // Tiles that a thread multiplies before it goes on with their sums.

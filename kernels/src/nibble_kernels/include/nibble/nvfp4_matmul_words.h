@@ -1,0 +1,198 @@
+// The products of activations as 16-bit integers (WordRows in nvfp4_matmul.h), for the instructions of the
+// file that includes this one. That file defines, in its unnamed namespace, Lanes as for
+// nvfp4_matmul_floats.h and
+//
+//   Pairs                               what one product takes of each of 16 rows: two columns
+//   Quarter, quarter_of<i>(codes)       a block's codes of four columns, decoded
+//   pairs_of<odd>(quarter)              two of its columns, 2^9 times their values
+//   store_pairs(p, w), load_pairs(p)
+//   Sums, no_sums()                     16 integers
+//   multiply_pairs(sums, w, x)          sums + w * x, with the pair x the same in every lane: exact
+//   floats_of(sums)                     as Lanes
+//   upper_of(w, shift)                  the upper words after a shift to the left, as Lanes: 2^25 times a
+//   value kFewOfWords, kRowsOfWords
+//
+// Sums do not depend on the number of rows: every loop adds a panel's blocks in order, and then its rests.
+
+#include "nibble/nvfp4_matmul_loops.h"
+
+constexpr int kPairs = kBlockColumns / 2;
+constexpr int64_t kDepthOfWords = 32;                             // blocks of a panel
+constexpr int kPairBytes = 64, kWordBytes = kPairs * kPairBytes;  // of a block in the panel, then its scales
+constexpr int kWordBlockBytes = kWordBytes + 64;
+
+// Decoded codes are in the order of columns 0, 4, 1, 5, 2, 6, 3, 7; even bytes are one pair, odd ones the
+// next.
+constexpr int column_of(int pair) { return pair / 4 * 8 + pair % 2 * 4 + pair / 2 % 2 * 2; }
+constexpr int pair_of(int column) { return column / 8 * 4 + column / 2 % 2 * 2 + column / 4 % 2; }
+
+template <class F, int... kQuarter>
+inline void for_pairs(const uint8_t* codes, const F& f, std::integer_sequence<int, kQuarter...>) {
+  (
+      [&] {
+        const Quarter quarter = quarter_of<kQuarter>(codes);
+        f(std::integral_constant<int, 2 * kQuarter>(), pairs_of<false>(quarter));
+        f(std::integral_constant<int, 2 * kQuarter + 1>(), pairs_of<true>(quarter));
+      }(),
+      ...);
+}
+
+// Calls f(pair, weights) for the pairs of a block.
+template <class F>
+inline void for_pairs(const uint8_t* codes, const F& f) {
+  for_pairs(codes, f, std::make_integer_sequence<int, kPairs / 2>());
+}
+
+// Calls f(pair, weights) for the pairs of a block in a panel.
+template <class F>
+inline void for_stored_pairs(const char* panel, const F& f) {
+  [&]<int... kPair>(std::integer_sequence<int, kPair...>) {
+    (f(std::integral_constant<int, kPair>(), load_pairs(panel + kPair * kPairBytes)), ...);
+  }
+  (std::make_integer_sequence<int, kPairs>());
+}
+
+// Where a block of each row is, one register each: gcc would keep an address for each pair, in memory.
+template <int kCount>
+struct RowsOfWords {
+  const int16_t* at[kCount];
+};
+template <int kCount>
+inline RowsOfWords<kCount> rows_of(const int16_t* words, int64_t columns) {
+  RowsOfWords<kCount> rows;
+  for (int m = 0; m < kCount; ++m) {
+    rows.at[m] = words + m * columns;
+    asm("" : "+r"(rows.at[m]));
+  }
+  return rows;
+}
+
+struct Rests {
+  const Rest* first;
+  const Rest* last;
+};
+inline Rests rests_of(const WordRows& x, int64_t row, int64_t blocks, int64_t begin, int64_t depth) {
+  const int32_t* first = x.first_rests + row * (blocks + 1) + begin;
+  return {x.rests[row] + first[0], x.rests[row] + first[depth]};
+}
+
+// A column of a packed block: 2^25 times the values.
+inline Lanes column_at(const uint8_t* codes, int column) {
+  const int pair = pair_of(column), shift = column % 2 ? 0 : 16;
+  const auto of = [&](auto quarter) {
+    const Quarter decoded = quarter_of<decltype(quarter)::value>(codes);
+    return upper_of(pair % 2 ? pairs_of<true>(decoded) : pairs_of<false>(decoded), shift);
+  };
+  switch (pair / 2) {
+    case 0:
+      return of(std::integral_constant<int, 0>());
+    case 1:
+      return of(std::integral_constant<int, 1>());
+    case 2:
+      return of(std::integral_constant<int, 2>());
+    default:
+      return of(std::integral_constant<int, 3>());
+  }
+}
+
+template <int kCount>
+void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t stride) {
+  const int64_t columns = tile.blocks * kBlockColumns;
+  const uint8_t *codes = tile.codes, *scales = tile.scales;
+  const int16_t* words = x.words;
+  Lanes total[kCount];
+  for (int m = 0; m < kCount; ++m) total[m] = zero();
+  for (int64_t begin = 0; begin < tile.blocks; begin += kDepthOfWords) {
+    const int64_t depth = tile.blocks - begin < kDepthOfWords ? tile.blocks - begin : kDepthOfWords;
+    for (int64_t b = begin; b < begin + depth; ++b) {
+      fetch(codes, scales, b);
+      Sums block[kCount];
+      for (int m = 0; m < kCount; ++m) block[m] = no_sums();
+      const auto rows = rows_of<kCount>(words, columns);
+      for_pairs(codes, [&](auto pair, const Pairs& w) {
+        for (int m = 0; m < kCount; ++m)
+          block[m] = multiply_pairs(block[m], w, rows.at[m] + column_of(decltype(pair)::value));
+      });
+      const Lanes scale = scales_of(scales);
+      for (int m = 0; m < kCount; ++m)
+        total[m] = fma(floats_of(block[m]) * broadcast(x.scales[m * tile.blocks + b]), scale, total[m]);
+      codes += kBlockCodeBytes, scales += kLaneRows, words += kBlockColumns;
+    }
+    for (int m = 0; m < kCount; ++m) {
+      const Rests rests = rests_of(x, m, tile.blocks, begin, depth);
+      for (const Rest* rest = rests.first; rest < rests.last; ++rest) {
+        const int64_t block = rest->column / kBlockColumns;
+        const Lanes w = column_at(tile.codes + block * kBlockCodeBytes, rest->column % kBlockColumns);
+        total[m] = fma(w * broadcast(rest->value), scales_of(tile.scales + block * kLaneRows), total[m]);
+      }
+    }
+  }
+  for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
+}
+
+void few_words(const Tiles& tile, const WordRows& x, int64_t count, float* sums, int64_t stride) {
+  with_count<kFewOfWords>(count, [&](auto n) { few_word_rows<decltype(n)::value>(tile, x, sums, stride); });
+}
+
+template <int kRows>
+void multiply_words(const char* panel, int64_t depth, const int16_t* x, const float* x_scales, int64_t blocks,
+                    bool first, float* sums, int64_t stride) {
+  Lanes total[kRows];
+  for (int r = 0; r < kRows; ++r) total[r] = first ? zero() : load(sums + r * stride);
+  for (int64_t b = 0; b < depth; ++b, panel += kWordBlockBytes) {
+    Sums block[kRows];
+    for (int r = 0; r < kRows; ++r) block[r] = no_sums();
+    const auto rows = rows_of<kRows>(x + b * kBlockColumns, blocks * kBlockColumns);
+    for_stored_pairs(panel, [&](auto pair, const Pairs& w) {
+      for (int r = 0; r < kRows; ++r)
+        block[r] = multiply_pairs(block[r], w, rows.at[r] + column_of(decltype(pair)::value));
+    });
+    const Lanes scale = load(reinterpret_cast<const float*>(panel + kWordBytes));
+    for (int r = 0; r < kRows; ++r)
+      total[r] = fma(floats_of(block[r]) * broadcast(x_scales[r * blocks + b]), scale, total[r]);
+  }
+  for (int r = 0; r < kRows; ++r) store(sums + r * stride, total[r]);
+}
+
+// The rests of a row that lie in a panel, which begins at this block.
+inline void add_rests(const char* panel, int64_t begin, Rests rests, float* sums) {
+  if (rests.first == rests.last) return;
+  Lanes total = load(sums);
+  for (const Rest* rest = rests.first; rest < rests.last; ++rest) {
+    const char* of_block = panel + (rest->column / kBlockColumns - begin) * kWordBlockBytes;
+    const Pairs pairs = load_pairs(of_block + pair_of(rest->column % kBlockColumns) * kPairBytes);
+    const Lanes scale = load(reinterpret_cast<const float*>(of_block + kWordBytes));
+    total = fma(upper_of(pairs, rest->column % 2 ? 0 : 16) * broadcast(rest->value), scale, total);
+  }
+  store(sums, total);
+}
+
+void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel,
+                float* sums, int64_t stride) {
+  char* const to = static_cast<char*>(panel);
+  for (int64_t t = 0; t < tile_count; ++t, sums += kLaneRows) {
+    const Tiles tile = tiles.from(t);
+    for (int64_t begin = 0; begin < tile.blocks; begin += kDepthOfWords) {
+      const int64_t depth = tile.blocks - begin < kDepthOfWords ? tile.blocks - begin : kDepthOfWords;
+      for (int64_t b = 0; b < depth; ++b) {
+        char* const of_block = to + b * kWordBlockBytes;
+        for_pairs(tile.codes + (begin + b) * kBlockCodeBytes, [&](auto pair, const Pairs& w) {
+          store_pairs(of_block + decltype(pair)::value * kPairBytes, w);
+        });
+        store(reinterpret_cast<float*>(of_block + kWordBytes),
+              scales_of(tile.scales + (begin + b) * kLaneRows));
+      }
+      for (int64_t row = 0; row < count; row += kRowsOfWords) {
+        const int64_t at = row * tile.blocks + begin;
+        with_count<kRowsOfWords>(count - row < kRowsOfWords ? count - row : kRowsOfWords, [&](auto n) {
+          multiply_words<decltype(n)::value>(to, depth, x.words + at * kBlockColumns, x.scales + at,
+                                             tile.blocks, begin == 0, sums + row * stride, stride);
+        });
+      }
+      for (int64_t row = 0; row < count; ++row)
+        add_rests(to, begin, rests_of(x, row, tile.blocks, begin, depth), sums + row * stride);
+    }
+  }
+}
+
+constexpr WordLoops kWordLoops = {kFewOfWords, kDepthOfWords* kWordBlockBytes, few_words, many_words};
