@@ -2,8 +2,9 @@
 # Builds an image of nibble: ./build.sh TARGET [--from source|wheel] [--remote HOST] [--push]
 # or nibble-kernels' wheel alone, into dist/TARGET, where `make setup` finds it: ./build.sh TARGET --kernels [--remote HOST]
 # TARGET is one of gb10, sm120, b200, hopper, cpu; the image is $IMAGE:TARGET (IMAGE defaults to nibble). --push prints IMAGE@DIGEST.
-# Also read: BASE_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, SBOM_GENERATOR, NIBBLE_TORCH_INDEX; NIBBLE_BUILD_NETWORK=host;
-# NIBBLE_BUILD_WHEELS, a folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE: secrets of the build, not layers.
+# Also read: BASE_IMAGE, COMPILERS_IMAGE, RUNTIME_IMAGE, MAX_JOBS, DEMO_MODEL, SBOM_GENERATOR, NIBBLE_TORCH_INDEX;
+# NIBBLE_BUILD_NETWORK=host; NIBBLE_BUILD_WHEELS, a folder of wheels that no index has; SSL_CERT_FILE and PIP_CONFIG_FILE: secrets
+# of the build, not layers.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -107,10 +108,12 @@ fi
 engine_arch=$("${engine[@]}" version --format '{{.Server.Arch}}') ||
   die "no Docker engine answers" "a running engine" "./setup/docker_engine.sh up, or --remote HOST"
 platform=${DOCKER_DEFAULT_PLATFORM:-linux/${engine_arch}} # Docker's own variable
+# The wheel's stages cross-compile, so no Arm program runs.
+[[ -z ${kernels} || ${target} != gb10 || ${from} != wheel ]] || platform=linux/arm64
 
 arguments=("VLLM_FROM=${from}" "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)")
 arguments+=("REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
-for name in BASE_IMAGE RUNTIME_IMAGE MAX_JOBS DEMO_MODEL; do
+for name in BASE_IMAGE COMPILERS_IMAGE RUNTIME_IMAGE MAX_JOBS DEMO_MODEL; do
   [[ -z ${!name:-} ]] || arguments+=("${name}=${!name}")
 done
 [[ -z ${NIBBLE_TORCH_INDEX:-} ]] || arguments+=("TORCH_INDEX=${NIBBLE_TORCH_INDEX}")
@@ -143,7 +146,7 @@ if [[ -n ${buildx} ]]; then
 fi
 if [[ ${target} == gb10 && ${platform} != linux/arm64 && (-z ${buildx} || -z ${push}) ]]; then
   die "gb10 is linux/arm64 and this engine builds for ${platform}" "an arm64 engine, or one that emulates arm64" \
-    "./build.sh gb10 --remote HOST, or DOCKER_DEFAULT_PLATFORM=linux/arm64 with qemu-user-static installed"
+    "./build.sh gb10 --remote HOST, or DOCKER_DEFAULT_PLATFORM=linux/arm64 with QEMU 10 (qemu-user-binfmt)"
 fi
 # Docker's own builder can do both only with containerd's image store.
 if [[ -n ${buildx} && -n ${push} && $("${engine[@]}" buildx inspect) =~ Driver:\ +docker[[:space:]] &&
@@ -180,7 +183,7 @@ if [[ -n ${buildx} ]]; then
   fi
   exit
 fi
-options=(--file "docker/Dockerfile.${target}" --progress plain)
+options=(--file "docker/Dockerfile.${target}" --progress plain --platform "${platform}")
 if [[ -n ${kernels} ]]; then options+=(--target kernels-wheel --output "dist/${target}"); else options+=(--tag "${image}"); fi
 for argument in "${arguments[@]}"; do options+=(--build-arg "${argument}"); done
 for secret in "${secrets[@]}"; do options+=(--secret "${secret}"); done

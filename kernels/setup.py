@@ -9,12 +9,26 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
-import torch
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import cross_build
+
+wheel_options = {"py_limited_api": "cp311"}
+if target := cross_build.target_packages():
+    wheel_options["plat_name"] = cross_build.platform_tag()
+    cuda_home, cuda_version = cross_build.cuda_home(), cross_build.cuda_version(target)
+    BuildExtension = cross_build.CrossBuildExtension
+    CppExtension = CUDAExtension = Extension
+else:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+    cuda_home, cuda_version = CUDA_HOME, torch.version.cuda
 
 STABLE_ABI = [
     "-DTORCH_TARGET_VERSION=0x020B000000000000ULL",
@@ -58,6 +72,7 @@ class BuildWithSources(build_py):
         super().run()
         files = [
             Path("setup.py"),
+            Path("cross_build.py"),
             *(path for path in SOURCES.rglob("*") if path.suffix in COMPILED_FROM),
         ]
         found = {path.as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -82,7 +97,7 @@ arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
 wanted = os.environ.get("NIBBLE_KERNELS_COMPILE") != "0"
 if wanted and shutil.which(os.environ.get("CXX", "c++")):
     extensions.append(extension(CppExtension, "_cpu", "**/*.cpp", cxx=CXX_FLAGS))
-    if arch_list and CUDA_HOME and torch.version.cuda:
+    if arch_list and cuda_home and cuda_version:
         nvcc = NVCC_FLAGS + gencode(arch_list)
         extensions.append(extension(CUDAExtension, "_cuda", "**/*.cu", cxx=CXX_FLAGS, nvcc=nvcc))
 else:
@@ -92,5 +107,5 @@ else:
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": BuildExtension, "build_py": BuildWithSources},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={"bdist_wheel": wheel_options},
 )

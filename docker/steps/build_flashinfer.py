@@ -1,7 +1,7 @@
-"""Stage `flashinfer`: compiles FlashInfer's sampling kernels for a target's GPUs into the installed
-package.
+"""Stage `flashinfer-commands`: writes the commands (build.ninja) that compile FlashInfer's sampling
+kernels for a target's GPUs; compile_flashinfer.sh runs them on the build machine's own processor.
 
-usage: build_flashinfer.py TARGET [FOLDER] (FOLDER replaces the package's data/aot)
+usage: build_flashinfer.py TARGET FOLDER
 
 vLLM uses them in the last warm-up of every start on a GPU. Without this stage a first start waits a
 minute for nvcc (an H200's log is in tests/unit/data). FlashInfer looks into data/aot before it
@@ -10,45 +10,37 @@ capabilities; FlashInfer adds their suffixes, as it does for a GPU.
 """
 
 import os
-import shutil
+import platform
 import sys
 import sysconfig
-import tempfile
 import tomllib
 from pathlib import Path
 
-# cuRAND's headers from torch's wheels, for a base image whose toolkit has none.
+# cuRAND's headers from torch's wheels, for a base image whose toolkit has none. -isystem: the
+# toolkit's own headers, which belong to its nvcc, come first.
 HEADERS = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include"
 
 
-def main(target: str, folder: Path | None) -> None:
+def main(target: str, folder: Path) -> None:
     data = tomllib.loads(
         (Path(os.environ.get("TARGETS_DIR", "/targets")) / f"{target}.toml").read_text()
     )
-    os.environ["NVCC_APPEND_FLAGS"] = (
-        f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -I{HEADERS}".lstrip()
-    )
-    os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
-    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(data["capabilities"])
-    with tempfile.TemporaryDirectory() as scratch:
-        os.environ["FLASHINFER_WORKSPACE_BASE"] = scratch
-        # FlashInfer reads both variables when it is imported.
-        from flashinfer.jit import env, sampling  # pyright: ignore[reportMissingImports]
+    compiler = f"{platform.machine()}-linux-gnu-g++"
+    os.environ |= {
+        "CC": compiler,  # nvcc's host compiler
+        "CXX": compiler,
+        "CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda"),
+        "FLASHINFER_CUDA_ARCH_LIST": " ".join(data["capabilities"]),
+        "FLASHINFER_EXTRA_CUDAFLAGS": f"-isystem {HEADERS}",
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}/link",
+        "FLASHINFER_WORKSPACE_BASE": str(folder),
+    }
+    # FlashInfer reads these variables when it is imported.
+    from flashinfer.jit import sampling  # pyright: ignore[reportMissingImports]
 
-        module = sampling.gen_sampling_module()
-        try:
-            module.build()
-        except RuntimeError as error:
-            print(str(error)[-2000:], file=sys.stderr)
-            sys.exit(
-                f"error: FlashInfer's sampling kernels were not compiled for {target}; try: a base"
-                " image with CUDA 13.0-devel"
-            )
-        into = (folder or env.FLASHINFER_AOT_DIR) / module.name
-        into.mkdir(parents=True)
-        shutil.copy(module.jit_library_path, into)
-        print(f"{into}: {', '.join(data['capabilities'])}")
+    sampling.gen_sampling_module().write_ninja()
+    print(f"{folder}: {', '.join(data['capabilities'])}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Stage `kernels`: builds the wheel of nibble-kernels from /kernels into /wheelhouse and installs it.
-# usage: build_kernels.sh TARGET
+# Stage `kernels-build`: builds the wheel of nibble-kernels from /kernels into /wheelhouse, for the processor TARGETARCH.
+# /opt/venv is that processor's: this machine's Python runs its modules, except those that are compiled.
+# usage: build_kernels.sh TARGET; env: TARGETARCH, MAX_JOBS
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "$0")/common.sh"
 target=$1
@@ -16,13 +17,14 @@ if [[ ${target} != cpu ]]; then
   TORCH_CUDA_ARCH_LIST="$(/opt/venv/bin/python "$(dirname "$0")/target_arch.py" "${target}")"
   export TORCH_CUDA_ARCH_LIST
 fi
+NIBBLE_KERNELS_TARGET_PACKAGES="$(echo /opt/venv/lib/python3*/site-packages)"
+CXX="$(target_machine)-linux-gnu-g++"
+export NIBBLE_KERNELS_TARGET_PACKAGES CXX
 cp -r /kernels /tmp/kernels # the bind mount is read-only, and setuptools writes into the source folder
-CCACHE_DIR=/cache/ccache PATH="/opt/venv/bin:${PATH}" \
-  /opt/venv/bin/pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheelhouse /tmp/kernels
+/opt/venv/bin/python -m pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheelhouse /tmp/kernels
 rm -r /tmp/kernels
-/opt/venv/bin/pip install --no-deps --no-index /wheelhouse/*.whl
-# Without a compiler the installation succeeds too, but the package computes in plain torch.
-if ! compgen -G "/opt/venv/lib/python3*/site-packages/nibble_kernels/${library}.*so" >/dev/null; then
+# Without a compiler the build succeeds too, but the package computes in plain torch.
+if ! /opt/venv/bin/python -m zipfile --list /wheelhouse/*.whl | grep -q "nibble_kernels/${library}\..*so"; then
   echo "error: nibble-kernels was not compiled for ${target}; expected ${library}.*.so; try: a base image with its compiler" >&2
   exit 6
 fi

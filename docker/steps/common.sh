@@ -30,6 +30,20 @@ apt_install() {
   apt-get "${options[@]}" -qqy install "$@" >/dev/null
 }
 
+# The processor of the image as compilers name it. The build machine's may be another one.
+target_machine() {
+  case ${TARGETARCH:-$(dpkg --print-architecture)} in
+    amd64) echo x86_64 ;;
+    arm64) echo aarch64 ;;
+    *) echo "error: no image for ${TARGETARCH}; expected: amd64 or arm64" >&2 && exit 6 ;;
+  esac
+}
+
+# pip of this machine's Python, with wheels for the image's processor. CPython's own variable for cross builds decides it.
+pip_for_the_target() {
+  _PYTHON_HOST_PLATFORM="linux-$(target_machine)" /opt/venv/bin/python -m pip "$@"
+}
+
 # Prints a requirements lock without the entry (and hashes) of the packages named.
 lock_without() {
   local lock=$1

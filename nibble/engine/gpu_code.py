@@ -86,6 +86,29 @@ def check_binaries(tree: Tree, target: Target) -> None:
             _check_loadable(objects, target, shown)
         elif required:
             _check_nameless(objects, target, shown)
+    _check_own_kernels(tree, target)
+
+
+def _check_own_kernels(tree: Tree, target: Target) -> None:
+    """Check that every source of nibble-kernels, where it is installed for GPUs, has code of the a
+    or f kind for all the target's GPUs.
+    """
+    for path in own_modules(tree):
+        shown = path.relative_to(tree.root)
+        lacking = [one for one in gpu_objects(path) if not _has_family_code(one.codes, target)]
+        if lacking:
+            what = f"{shown} has {lacking[0].name} for {_codes(lacking[0].codes)}"
+            raise NibbleError(
+                ExitCode.VERIFY,
+                what=f"{target.name} cannot use these nibble-kernels: {what}",
+                expected=_expected(target),
+                action=f"build them with ./build.sh {target.name} --kernels",
+            )
+
+
+def own_modules(tree: Tree) -> list[Path]:
+    """nibble-kernels' module with GPU code, if it is installed."""
+    return sorted(tree.path("nibble_kernels").glob("_cuda.*.so"))
 
 
 def compiled_modules(tree: Tree) -> list[Path]:
@@ -99,7 +122,7 @@ def summary(tree: Tree) -> list[str]:
     """
     return [
         _line(path, path.relative_to(tree.root))
-        for path in compiled_modules(tree)
+        for path in [*compiled_modules(tree), *own_modules(tree)]
         if gpu_objects(path)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,28 @@ def cuda_base(base_image: str, tmp_path: Path) -> str:
         )
         assert done.returncode == 0, done.stderr
     return tag
+
+
+@pytest.mark.slow
+def test_the_kernels_wheel_for_gb10_is_made_here_without_emulation(
+    build_environ: dict[str, str], cuda_base: str
+) -> None:
+    """Some 5 GB of Arm wheels for torch's headers and libraries; only its own stages run."""
+    done = subprocess.run(
+        [ROOT / "build.sh", "gb10", "--kernels"],
+        env=build_environ | {"BASE_IMAGE": cuda_base},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (wheel,) = (ROOT / "dist/gb10").glob("nibble_kernels-*-linux_aarch64.whl")
+    try:
+        names = zipfile.ZipFile(wheel).namelist()
+        assert {"nibble_kernels/_cpu.abi3.so", "nibble_kernels/_cuda.abi3.so"} <= set(names)
+    finally:
+        wheel.unlink()
 
 
 @pytest.mark.slow

@@ -90,16 +90,35 @@ def test_gpu_dockerfiles_differ_in_their_target_only(target: str) -> None:
 
 @pytest.mark.parametrize("target", GPU_TARGETS)
 def test_images_for_gpus_carry_flashinfers_sampling_kernels(target: str) -> None:
-    stage = dockerfile(target).split("FROM kernels AS flashinfer\n")[1].split("\nFROM ")[0]
-    assert f"python /steps/build_flashinfer.py {target}\n" in stage
-    assert "COPY --from=flashinfer /opt/venv /opt/venv\n" in dockerfile(target)
+    stages = dict(
+        re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM )", dockerfile(target), re.M | re.S)
+    )
+    assert (
+        f"python /steps/build_flashinfer.py {target} /flashinfer\n" in stages["flashinfer-commands"]
+    )
+    assert f"/steps/compile_flashinfer.sh {target} /flashinfer\n" in stages["flashinfer-build"]
+    assert "from=flashinfer-build,source=/flashinfer/aot,target=/aot" in stages["kernels"]
+    assert "COPY --from=kernels /opt/venv /opt/venv\n" in dockerfile(target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiling_runs_on_the_build_machines_own_processor(target: str) -> None:
+    """An image for Arm is then built on x86-64 in minutes; emulated, g++ alone takes longer."""
+    text = dockerfile(target)
+    assert "FROM --platform=$BUILDPLATFORM ${COMPILERS_IMAGE} AS build-base\n" in text
+    native = {"build-base"}
+    for image, stage in re.findall(r"^FROM (\S+) AS (\S+)", text, re.M):
+        if image in native:
+            native.add(stage)
+    flashinfer = set() if target == "cpu" else {"flashinfer-build"}
+    assert native == {"build-base", "compilers", "vllm-wheel", "kernels-build"} | flashinfer
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_image_has_an_argument_with_a_default(target: str) -> None:
     text = dockerfile(target)
-    for image in re.findall(r"^FROM (\S+)", text, re.M):
-        stages = set(re.findall(r"^FROM \S+ AS (\S+)", text, re.M))
+    for image in re.findall(r"^FROM (?:--platform=\S+ )?(\S+)", text, re.M):
+        stages = set(re.findall(r"^FROM (?:--platform=\S+ )?\S+ AS (\S+)", text, re.M))
         if image in stages | {"scratch", "vllm-${VLLM_FROM}"}:
             continue
         name = image.removeprefix("${").removesuffix("}")

@@ -124,6 +124,17 @@ def test_what_it_does_not_take_is_named(kernels: ModuleType) -> None:
     from nibble_kernels.fp8_linear import fp8_linear
 
     x, weight, one = eighths(1, 24, 0), eighths(8, 24, 1), torch.ones(1)
+    with pytest.raises(ValueError, match="each row of the weight; got 3 and 1"):
+        fp8_linear(eighths(2, 32, 0), eighths(8, 32, 1), one.expand(3), one, torch.bfloat16)
+    with pytest.raises(ValueError, match="each 128 by 128 of the weight; got 2 and 1"):
+        fp8_linear(
+            eighths(1, 256, 0),
+            eighths(8, 256, 1),
+            one.expand(2),
+            one,
+            torch.bfloat16,
+            blockwise=True,
+        )
     with pytest.raises(ValueError, match="multiple of 16 columns; got 24"):
         fp8_linear(x, weight, one, one, torch.bfloat16)
     with pytest.raises(ValueError, match=r"expected float8_e4m3fn; got torch\.float32"):

@@ -81,5 +81,7 @@ def test_what_it_does_not_take_is_named(kernels: ModuleType) -> None:
         product(codes, scales, weight._replace(native=False), 1.0, torch.bfloat16)
     with pytest.raises(ValueError, match="expected bfloat16 or float16"):
         product(codes, scales, weight, 1.0, torch.float32)
+    with pytest.raises(ValueError, match="scales of 1 by 160 in 128x4 tiles; got 10"):
+        product(codes, scales[:1, :10], weight, 1.0, torch.bfloat16)  # row by row
     with pytest.raises(ValueError, match="a multiple of 32 columns; got 144"):
         product(codes[:, :72], scales, weight, 1.0, torch.bfloat16)

@@ -141,6 +141,31 @@ def test_a_build_for_the_target_passes(
 
 
 @pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        (["120f"], ""),
+        (["121a"], ""),
+        (["120"], r"nibble_kernels/_cuda\.abi3\.so has w4a4 for 120; expected 120f or 121a"),
+        (["90a", "80"], r"has w4a4 for 80, 90a; .*; build them with \./build\.sh gb10 --kernels"),
+    ],
+)
+def test_nibbles_kernels_must_have_code_of_the_targets_family(
+    codes: list[str], said: str, tmp_path: Path
+) -> None:
+    files = {name: module(objects) for name, objects in good(12, "120f").items()}
+    tree = open_tree(write_tree(tmp_path, files))
+    (tmp_path / "nibble_kernels").mkdir()
+    own = tmp_path / "nibble_kernels/_cuda.abi3.so"
+    own.write_bytes(module({"decode": ["120f"], "w4a4": codes}))
+    assert summary(tree)[-1].startswith("nibble_kernels/_cuda.abi3.so: CUDA 13; of 2 objects")
+    if not said:
+        return check_binaries(tree, load_target("gb10"))
+    with pytest.raises(NibbleError, match=said) as refusal:
+        check_binaries(tree, load_target("gb10"))
+    assert refusal.value.code == ExitCode.VERIFY
+
+
+@pytest.mark.parametrize(
     ("target", "major", "code", "said"),
     [
         (

@@ -73,9 +73,24 @@ class Attention {
     }
   }
 
-  // Queries as products take them. For FP8 they become float16 after a power of two that fits each row; what
-  // this rounds off is below 2^-25 of the row's largest element.
+  // Queries as products take them.
   __device__ __forceinline__ void load_query(const Item& item) {
+    if constexpr (Form::kIsFp8) {
+      load_query_in_range(item);
+    } else {
+      __syncthreads();
+      const uint32_t rows = rows_of(item);
+#pragma unroll 4
+      for (uint32_t index = threadIdx.x; index < Form::kSteps * kLanes; index += Form::kThreads) {
+        store_query(index, query_part(item, rows, index, 0), query_part(item, rows, index, 1));
+      }
+      __syncthreads();
+    }
+  }
+
+  // For FP8 they become float16 after a power of two that fits each row; what this rounds off is below 2^-25
+  // of the row's largest element.
+  __device__ __forceinline__ void load_query_in_range(const Item& item) {
     constexpr uint32_t kEach = quotient_up_constant(Form::kSteps * kLanes, Form::kThreads);
     const uint32_t rows = rows_of(item);
     uint2 parts[kEach][2];
@@ -86,36 +101,38 @@ class Attention {
       const uint32_t index = i * Form::kThreads + threadIdx.x;
 #pragma unroll
       for (uint32_t half = 0; half < 2; ++half) {
-        const uint32_t row = lane() / 4 + half * 8;
-        parts[i][half] = {0, 0};
-        if (row < rows && index < Form::kSteps * kLanes)
-          parts[i][half] = query_part(item, row, index / kLanes);
-        if constexpr (Form::kIsFp8) {
-          const uint32_t low = max(magnitude(parts[i][half].x), magnitude(parts[i][half].x >> 16));
-          const uint32_t high = max(magnitude(parts[i][half].y), magnitude(parts[i][half].y >> 16));
-          atomicMax(&shared_.largest[row], max(low, high));
-        }
+        parts[i][half] = query_part(item, rows, index, half);
+        const uint32_t low = max(magnitude(parts[i][half].x), magnitude(parts[i][half].x >> 16));
+        const uint32_t high = max(magnitude(parts[i][half].y), magnitude(parts[i][half].y >> 16));
+        atomicMax(&shared_.largest[lane() / 4 + half * 8], max(low, high));
       }
     }
-    if constexpr (Form::kIsFp8) __syncthreads();
+    __syncthreads();
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
       const uint32_t index = i * Form::kThreads + threadIdx.x;
       if (index >= Form::kSteps * kLanes) continue;
-      const uint2 low = as_operand(parts[i][0], lane() / 4), high = as_operand(parts[i][1], lane() / 4 + 8);
-      reinterpret_cast<uint4*>(shared_.query)[index] = make_uint4(low.x, high.x, low.y, high.y);
+      store_query(index, as_operand(parts[i][0], lane() / 4), as_operand(parts[i][1], lane() / 4 + 8));
     }
     __syncthreads();
+  }
+
+  __device__ __forceinline__ void store_query(uint32_t index, const uint2& low, const uint2& high) {
+    reinterpret_cast<uint4*>(shared_.query)[index] = make_uint4(low.x, high.x, low.y, high.y);
   }
 
   static constexpr uint32_t quotient_up_constant(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
   static __device__ __forceinline__ uint32_t magnitude(uint32_t bits) { return bits & 0x7fff; }
 
-  __device__ __forceinline__ uint2 query_part(const Item& item, uint32_t row, uint32_t step) const {
+  // This lane's part of a row of each half; zeros where the item has no such row.
+  __device__ __forceinline__ uint2 query_part(const Item& item, uint32_t rows, uint32_t index,
+                                              uint32_t half) const {
+    const uint32_t row = lane() / 4 + half * 8;
+    if (row >= rows || index >= Form::kSteps * kLanes) return {0, 0};
     const Place place = place_of(item, row);
     const int64_t offset = place.token * p_.query_token_stride + place.head * p_.query_head_stride;
     const uint16_t* const query = static_cast<const uint16_t*>(p_.query) + offset;
-    return __ldg(reinterpret_cast<const uint2*>(query + element_of<Form>(step, lane() % 4)));
+    return __ldg(reinterpret_cast<const uint2*>(query + element_of<Form>(index / kLanes, lane() % 4)));
   }
 
   // 2^-e for a row whose largest element is in [2^e, 2^(e + 1)).
@@ -125,7 +142,6 @@ class Attention {
   }
 
   __device__ __forceinline__ uint2 as_operand(uint2 part, uint32_t row) const {
-    if constexpr (!Form::kIsFp8) return part;
     const float factor = row_factor(row);
     const auto pair = [&](uint32_t bits) {
       return pair_of(__uint_as_float(bits << 16) * factor, __uint_as_float(bits & 0xffff0000) * factor, true);

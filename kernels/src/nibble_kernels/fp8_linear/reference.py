@@ -24,6 +24,7 @@ def fp8_linear(
 ) -> Tensor:
     """The operator nibble::fp8_linear."""
     rows, (outputs, columns) = x.reshape(-1, x.shape[-1]).float(), weight.shape
+    _check_scales(x_scale, weight_scale, len(rows), outputs, -(-columns // BLOCK), blockwise)
     if blockwise:
         of_x = x_scale.reshape(len(rows), -1).repeat_interleave(BLOCK, 1)[:, :columns]
         of_weight = weight_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -33,3 +34,18 @@ def fp8_linear(
     if bias is not None:
         y = y + bias.float()
     return y.to(torch.float16 if half else torch.bfloat16).reshape(*x.shape[:-1], outputs)
+
+
+def _check_scales(
+    x_scale: Tensor, weight_scale: Tensor, tokens: int, outputs: int, blocks: int, blockwise: bool
+) -> None:
+    """The kernel reads as many scales as these; another layout would be read as other scales."""
+    if blockwise:
+        counts = ({tokens * blocks}, {-(-outputs // BLOCK) * blocks})
+        expected = "a scale for each 128 columns of a token and for each 128 by 128 of the weight"
+    else:
+        counts = ({1, tokens}, {1, outputs})
+        expected = "one scale, or one for each token and each row of the weight"
+    found = (x_scale.numel(), weight_scale.numel())
+    if found[0] not in counts[0] or found[1] not in counts[1]:
+        raise ValueError(f"expected {expected}; got {found[0]} and {found[1]}")

@@ -5,6 +5,8 @@ Made for SM12x. Other GPUs emulate its products, which is for tests: docs/kernel
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from nibble_kernels.activation_quant import (
 from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear.reference import dequantize, epilogue, matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
-from nibble_kernels.scale_layout import BLOCK, untile
+from nibble_kernels.scale_layout import BLOCK, tiled_shape, untile
 
 __all__ = [
     "add_rmsnorm_nvfp4_w4a4_linear",
@@ -41,6 +43,10 @@ def product_reference(
     """The specification: float32 throughout, rounded once at the end."""
     rows = x_codes.reshape(-1, x_codes.shape[-1])
     columns = 2 * rows.shape[1]
+    if x_scales.numel() != math.prod(tiled_shape(len(rows), columns // BLOCK)):
+        raise ValueError(
+            f"expected scales of {len(rows)} by {columns} in 128x4 tiles; got {x_scales.numel()}"
+        )
     x = dequantize(rows, untile(x_scales, len(rows), columns // BLOCK))
     y = matmul(x, *stored_weight(PreparedWeight(codes, scales, outputs, True), columns))
     y = y * global_scale
