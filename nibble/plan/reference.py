@@ -44,7 +44,7 @@ def is_beside(
 ) -> bool:
     """Whether the reference is computed while the engine loads. `setting` is NIBBLE_REFERENCE.
 
-    On a GPU with memory of its own, and on a CPU for a small model: half of both is imports, which
+    On a GPU with separate memory, and on a CPU for a small model: half of both is imports, which
     take one core. Where a large one shares the engine's memory, the budget measured that before.
     """
     if setting == "always":
