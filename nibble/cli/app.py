@@ -10,7 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from nibble import __version__
-from nibble.cli import cache, cluster, evaluate, kernel_verbs, patches, recipes, trace
+from nibble.cli import (
+    cache,
+    checkpoint_verbs,
+    cluster,
+    evaluate,
+    kernel_verbs,
+    measuring_verbs,
+    patches,
+    recipes,
+    release_verbs,
+    trace,
+)
 from nibble.cli.common import FREE_WORDS, Json, Words, print_json, say, wanted
 from nibble.cli.failures import guarded
 from nibble.errors import ExitCode
@@ -104,174 +115,10 @@ def plan(words: Words = None) -> None:
         show_plan(found)
 
 
-@app.command(context_settings=FREE_WORDS)
-def inspect(words: Words = None) -> None:
-    """Show what a checkpoint holds, whether nibble loads it exactly, and what vLLM alone gets wrong
-    with it.
-    """
-    from nibble.cli.inspection import inspect_model
-    from nibble.plan.gather import read_wishes
-
-    asked = read_wishes(wanted(words, "inspect"), dict(os.environ), ("--json", "--deep"))
-    found = inspect_model(asked, "--deep" in asked.command.rest)
-    if "--json" in asked.command.rest:
-        print_json(found.to_json())
-    else:
-        from nibble.cli.show_inspection import show_inspection
-
-        show_inspection(found)
-    raise typer.Exit(found.exit_code)
-
-
-@app.command()
-def convert(
-    source: Annotated[
-        str,
-        typer.Argument(help="A folder, the id of a pulled model, a demo, or a GGUF file (nvfp4)."),
-    ],
-    dest: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            help=(
-                "Layout: modelopt, compressed-tensors or quartet-packed, with the same NVFP4"
-                " numbers;"
-                " or nvfp4, which quantizes a BF16 model or a GGUF file in ModelOpt's layout"
-                " (CloverLM in Quartet's)."
-            ),
-        ),
-    ],
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Activations of linear layers: bf16 or fp4. Default: bf16 for --to nvfp4, else"
-                " the source's."
-            )
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            help=(
-                "Text file whose lines the model reads to measure: needed by --activations fp4."
-                " Default of --method gptq, --kv-cache and --keep-sensitive: Python's manual."
-            )
-        ),
-    ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "Quantization of --to nvfp4: round, or gptq, which is closer to the BF16 model and"
-                " needs llm-compressor (docs/nvfp4.md)."
-            )
-        ),
-    ] = "round",
-    four_over_six: Annotated[
-        bool,
-        typer.Option(
-            "--four-over-six",
-            help="Scale a block's maximum to 4 instead of 6 if the error is smaller.",
-        ),
-    ] = False,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="Modules to leave in BF16, such as '*.layers.0.*'; repeatable."),
-    ] = None,
-    keep_sensitive: Annotated[
-        float,
-        typer.Option(
-            metavar="PERCENT",
-            help=(
-                "Growth of the checkpoint in percent, for the layers that lose most when quantized;"
-                " they stay in BF16."
-            ),
-        ),
-    ] = 0.0,
-    kv_cache: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-cache",
-            help="Type of the KV cache to declare, with measured scales: fp8. Default: none.",
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Write an NVFP4 checkpoint in another layout, or a BF16 model or a GGUF file in NVFP4."""
-    from nibble.checkpoint.convert import convert as run
-    from nibble.checkpoint.convert.wishes import read_wishes
-    from nibble.cli.common import say
-    from nibble.cli.pull_progress import shown
-
-    wishes = read_wishes(
-        activations, calibrate, four_over_six, exclude or (), method, kv_cache, keep_sensitive
-    )
-    with shown(say) as on_progress:
-        done = run(source, dest, to, wishes, on_progress)
-    if as_json:
-        print_json(vars(done))
-        return
-    print(f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes")
-    if done.kept:
-        print(f"left in BF16 (--keep-sensitive): {', '.join(done.kept)}")
-
-
-@app.command()
-def reference(
-    model: Annotated[str, typer.Argument(help="A folder, a Hugging Face id or a demo.")],
-    device: Annotated[str, typer.Option(help="Device that computes: cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="Type that it computes in: float32 or float64.")
-    ] = "float32",
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Inputs of NVFP4 layers: fp4 or bf16. Default: those with which this machine serves"
-                " the model."
-            )
-        ),
-    ] = None,
-    answer_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=256,
-            help="Tokens of each answer; each token reads weights again that do not fit in memory.",
-        ),
-    ] = 16,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write. Default: a file in nibble's cache, where `serve` finds it."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Compute a model's layers and answers from its checkpoint, for the canary of later starts."""
-    from nibble.cli.reference import make
-
-    found = make(model, dict(os.environ), device, dtype, activations, answer_tokens, out)
-    if as_json:
-        print_json(found)
-    else:
-        print(found["out"])
-
-
-@app.command(context_settings=FREE_WORDS)
-def pull(words: Words = None) -> None:
-    """Download a model completely and verify it; --dry-run: only say what would come, from where
-    and whether it fits.
-    """
-    from nibble.cli.pull import pull_model as run
-
-    result, as_json = run(wanted(words, "pull"), dict(os.environ))
-    if as_json:
-        print_json(result)
-    elif "path" in result:
-        print(result["path"])
+app.command(context_settings=FREE_WORDS)(checkpoint_verbs.inspect)
+app.command()(checkpoint_verbs.convert)
+app.command()(checkpoint_verbs.reference)
+app.command(context_settings=FREE_WORDS)(checkpoint_verbs.pull)
 
 
 @app.command()
@@ -324,179 +171,13 @@ def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
     ask(question, model, max_tokens, dict(os.environ))
 
 
-@app.command()
-def bench(
-    url: Annotated[
-        str | None,
-        typer.Argument(help="Address of a server; default: this machine's, at HOST and PORT."),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option(help="Prompt lengths, such as 128,1024. Default: those two, if they fit."),
-    ] = None,
-    output_tokens: Annotated[
-        str | None, typer.Option(help="Output lengths, such as 128. Default: 128.")
-    ] = None,
-    concurrency: Annotated[
-        str | None, typer.Option(help="Requests at the same time. Default: 1,4,16.")
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=100, help="Rounds of the whole sweep after a warm-up.")
-    ] = 3,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="Requests of each cell and round. Default: 4 for each at a time, at least 8.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Served model. Default: the server's first.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Folder of the model's tokenizer. Default: the server's model folder."),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="Other server to measure in turns, with the same model: stock (`vllm serve`),"
-            " sglang or llama.cpp."
-        ),
-    ] = None,
-    stock_flags: Annotated[
-        str, typer.Option(help="Flags of `vllm serve` for --against stock, as one word.")
-    ] = "",
-    peer_flags: Annotated[
-        str, typer.Option(help="Flags of the server that --against names, as one word.")
-    ] = "",
-    peer_program: Annotated[
-        str | None,
-        typer.Option(help="Python that has SGLang, or llama-server. Default: this one, PATH."),
-    ] = None,
-    gguf: Annotated[
-        Path | None, typer.Option(help="The model's weights for --against llama.cpp.")
-    ] = None,
-    compare: Annotated[
-        Path | None,
-        typer.Option(help="Earlier results.json; exits with 6 if this run is slower beyond noise."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for results.json, README.md and a plot as SVG and PNG."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure a running server with `vllm bench serve`: tokens/s, time to first token and between
-    tokens.
-    """
-    from nibble.cli.bench import Wishes
-    from nibble.cli.bench import bench as run
-
-    wishes = Wishes(
-        url, model, prompt_tokens, output_tokens, concurrency, rounds, requests, tokenizer,
-        against, stock_flags, peer_flags, peer_program, gguf, compare, out,
-    )  # fmt: skip
-    raise typer.Exit(run(wishes, dict(os.environ), as_json))
-
-
-@app.command()
-def soak(
-    url: Annotated[
-        str | None,
-        typer.Argument(help="Address of a server; default: this machine's, at HOST and PORT."),
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, max=100_000, help="Length of the load in minutes.")
-    ] = 10.0,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Clients, each with one request at a time.")
-    ] = 8,
-    model: Annotated[
-        str | None, typer.Option(help="Served model. Default: the server's first.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="New file for everything that was seen, as JSON.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Load a running server with mixed requests for minutes or hours and judge memory, restarts,
-    errors and drift; exits with 6 where it was not steady.
-    """
-    from nibble.cli.soak import soak as run
-
-    raise typer.Exit(run(url, minutes, concurrency, model, out, dict(os.environ), as_json))
-
-
+app.command()(measuring_verbs.bench)
+app.command()(measuring_verbs.soak)
 app.command(evaluate.VERB)(evaluate.evaluate)
 app.command(trace.VERB)(trace.trace)
-
-
-@app.command()
-def bundle(
-    model: Annotated[str, typer.Argument(help="A folder, ORG/NAME, or a model of the image.")],
-    folder: Annotated[Path, typer.Argument(help="New folder for the bundle.")],
-    image: Annotated[str, typer.Option(help="Image of the local engine.")] = "nibble:cpu",
-    as_json: Json = False,
-) -> None:
-    """Write an image, a model, their licences and checksums into a folder that serves without a
-    network.
-    """
-    from nibble.cli.bundle import bundle as run
-
-    run(model, folder, image, dict(os.environ), as_json)
-
-
-@app.command()
-def upgrade(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(help="Models in use. Default: those of the running server, else MODEL."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only compare; nothing else is possible.")
-    ] = False,
-    to: Annotated[
-        str | None, typer.Option(help="Release of vLLM. Default: the newest on the package index.")
-    ] = None,
-    tree: Annotated[
-        Path | None, typer.Option(help="Folder of an unpacked vLLM wheel, instead of a download.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Show what a newer vLLM would change: patches, recipes and the plans of models in use; exits
-    with 6 where something is in the way.
-    """
-    from nibble.cli.upgrade import check as run
-    from nibble.cli.upgrade import report_lines, require_check
-
-    require_check(check)
-    found = run(models or (), to, tree, dict(os.environ))
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print("\n".join(report_lines(found)))
-    raise typer.Exit(ExitCode.VERIFY if found.in_the_way else ExitCode.OK)
-
-
-@app.command()
-def rollback(
-    target: Annotated[str, typer.Argument(help="Target of the image, such as gb10 or cpu.")],
-    to: Annotated[
-        str | None, typer.Option(help="Build to go back to: its tag. Default: the one before.")
-    ] = None,
-    list_only: Annotated[
-        bool, typer.Option("--list", help="Only list the builds on this host, newest first.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Give an image's name back to the build before, on the host of the containers; a restart then
-    runs it.
-    """
-    from nibble.cli.rollback import roll_back
-
-    roll_back(target, to, list_only, as_json, dict(os.environ))
+app.command()(release_verbs.bundle)
+app.command()(release_verbs.upgrade)
+app.command()(release_verbs.rollback)
 
 
 @app.command()
