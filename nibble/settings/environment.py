@@ -26,6 +26,9 @@ OTHER_NIBBLE_NAMES: Mapping[str, str] = {
         "installer: path of a nibble-kernels wheel to install instead of compiling"
     ),
     "NIBBLE_KERNELS_COMPILE": "installer: 0 leaves nibble-kernels at plain torch code",
+    "NIBBLE_KERNELS_TARGET_PACKAGES": (
+        "nibble-kernels' build: site-packages of another processor, to compile for it"
+    ),
     "NIBBLE_RUNTIME": "installer: auto, cpu or cuda",
     "NIBBLE_BUILD_NETWORK": "build.sh: network of the image build, such as host",
     "NIBBLE_BUILD_WHEELS": "build.sh: folder of wheels that no index has",

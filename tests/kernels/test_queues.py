@@ -68,13 +68,11 @@ def test_a_size_that_the_caller_gives_stays(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-@pytest.mark.parametrize("sleeps", [True, False])
 def test_on_a_cpu_a_reader_that_waits_takes_no_core(
-    monkeypatch: pytest.MonkeyPatch, sleeps: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
-    if sleeps:
-        sleep_between_looks()
+    sleep_between_looks()
     queue: Any = MessageQueue(1, 1)
     reader = reader_of(queue)
     for number in range(3):
@@ -82,7 +80,7 @@ def test_on_a_cpu_a_reader_that_waits_takes_no_core(
         sent.start()
         began_cpu_s = time.thread_time()
         assert reader.dequeue(timeout=10) == number
-        assert (time.thread_time() - began_cpu_s < 0.06) is sleeps
+        assert time.thread_time() - began_cpu_s < 0.06  # vLLM's own: 0.3
 
 
 def test_on_a_cpu_messages_that_follow_each_other_closely_all_arrive_at_once(

@@ -124,7 +124,7 @@ def bench_rows() -> list[Row]:
             "`nibble trace --out` where nothing can be written",
             5,
             "a profile cannot be written to … (…); expected a folder that this user can write,"
-            " without a profile; name another folder with --out",
+            " without trace.json; name another folder with --out",
             Case(("trace", "--out", "{tmp}/f/x"), {}, file("f", b"")),
         ),
         row(
