@@ -29,8 +29,8 @@ processor seconds of all its processes until then, on which other programs have 
 `--without-avx512` measures what processors with AVX2 do, on one that has AVX-512. Both sides are
 built without it first:
 
-    CXXFLAGS=-DNIBBLE_WITHOUT_AVX512 pip install --no-deps --no-build-isolation \\
-        --target FOLDER kernels/
+    CFLAGS=-DNIBBLE_WITHOUT_AVX512 CXXFLAGS=-DNIBBLE_WITHOUT_AVX512 pip install --no-deps \\
+        --no-build-isolation --target FOLDER kernels/
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON" \\
         VENV/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
