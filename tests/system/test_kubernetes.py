@@ -106,7 +106,12 @@ class Cluster:
         self.machine.write("/srv/pod.yaml", text)
         self.machine.run("podman", "kube", "play", "/srv/pod.yaml")
 
-    def delete(self) -> None:
+    def delete(self, graceful: str = "") -> None:
+        """`graceful` is a pod whose container first has its grace, as a kubelet gives it: it keeps
+        the pod's network until then.
+        """
+        if graceful:
+            self.machine.run("podman", "stop", f"{graceful}-serve", timeout=120)
         self.machine.run("podman", "kube", "down", "/srv/pod.yaml", timeout=120)
 
     def container(self, name: str) -> dict[str, Any]:
@@ -217,7 +222,7 @@ def test_deleting_a_pod_lets_an_answer_finish(cluster: Cluster, served: tuple[st
     payload = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
     payload |= {"ignore_eos": True, "max_tokens": TOKENS, "stream": True}
     payload |= {"stream_options": {"include_usage": True}}
-    going = threading.Thread(target=cluster.delete)
+    going = threading.Thread(target=cluster.delete, args=[served[0]])
     chunks: list[dict[str, Any]] = []
     with cluster.open(payload) as answer:
         for line in answer:
