@@ -68,13 +68,19 @@ def test_a_size_that_the_caller_gives_stays(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_on_a_cpu_a_reader_that_waits_takes_no_core(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A queue and its reader, as a CPU's engine has them."""
     monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
     sleep_between_looks()
     queue: Any = MessageQueue(1, 1)
-    reader = reader_of(queue)
+    return queue, reader_of(queue)
+
+
+def test_on_a_cpu_a_reader_that_waits_takes_no_core(
+    sleeping: tuple[Any, Any],
+) -> None:
+    queue, reader = sleeping
     for number in range(3):
         sent = threading.Timer(0.3, queue.enqueue, [number])
         sent.start()
@@ -84,12 +90,9 @@ def test_on_a_cpu_a_reader_that_waits_takes_no_core(
 
 
 def test_on_a_cpu_messages_that_follow_each_other_closely_all_arrive_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    sleeping: tuple[Any, Any],
 ) -> None:
-    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
-    sleep_between_looks()
-    queue: Any = MessageQueue(1, 1)
-    reader = reader_of(queue)
+    queue, reader = sleeping
 
     def send() -> None:
         for number in range(200):

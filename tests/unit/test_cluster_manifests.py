@@ -26,20 +26,11 @@ from tests.support.cluster.crd_schemas import (
     WORDS,
     made,
     part,
+    pods,
     published,
     strict,
     variants,
 )
-
-
-def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pod specs in a manifest."""
-    spec = found["spec"]
-    if found["kind"] == "RayCluster":
-        groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
-        return [group["template"]["spec"] for group in groups]
-    template = spec["leaderWorkerTemplate"]
-    return [template["leaderTemplate"]["spec"], template["workerTemplate"]["spec"]]
 
 
 @pytest.mark.parametrize("kind", PLACES)

@@ -11,16 +11,7 @@ from typer.testing import CliRunner
 from nibble.cli.app import app
 from nibble.cli.manifest_options import PodOptions, with_options
 from nibble.errors import ExitCode, NibbleError
-from tests.support.cluster.crd_schemas import PLACES, WORDS, made
-
-
-def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
-    spec = found["spec"]
-    if found["kind"] == "RayCluster":
-        groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
-        return [group["template"]["spec"] for group in groups]
-    template = spec["leaderWorkerTemplate"]
-    return [template["leaderTemplate"]["spec"], template["workerTemplate"]["spec"]]
+from tests.support.cluster.crd_schemas import PLACES, WORDS, made, pods
 
 
 def volume(pod: dict[str, Any], name: str) -> dict[str, Any]:

@@ -126,6 +126,16 @@ def strict(node: Any) -> Any:
     return found
 
 
+def pods(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pod specs in a manifest."""
+    spec = found["spec"]
+    if found["kind"] == "RayCluster":
+        groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+        return [group["template"]["spec"] for group in groups]
+    template = spec["leaderWorkerTemplate"]
+    return [template["leaderTemplate"]["spec"], template["workerTemplate"]["spec"]]
+
+
 if __name__ == "__main__":
     texts = dict(zip(PLACES, map(Path, sys.argv[1:]), strict=True))
     kept = {
