@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nibble.machine.gpu_state import ALARMING, GpuState
 from nibble.serve.advice import advise
 from nibble.serve.live import GpuReader, metrics_text
+from tests.support.processor_time import with_neighbours
 
 LIMITS = {
     "reserve_bytes": 8,
@@ -144,7 +145,7 @@ def test_a_driver_that_hangs_holds_up_no_page(monkeypatch: pytest.MonkeyPatch) -
     reader = GpuReader([0], look)
     began = time.monotonic()
     assert [list(reader.read()) for _ in range(4)] == [[]] * 4
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < with_neighbours(2)
     assert len(calls) == 1  # one request waits, not one for each poll
     over.set()
     deadline = time.monotonic() + 5

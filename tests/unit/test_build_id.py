@@ -17,11 +17,13 @@ import pytest
 from nibble.engine import installed as build_id
 from nibble.engine.patching.apply import RECORD_FOLDER
 from tests.support.paths import ROOT
+from tests.support.processor_time import within
 from tests.support.releases.changed_code import KERNEL, changed_nibble, changed_patches, package
 
 ASK = """
 import json
 from nibble.engine.installed import build_id, build_parts, compiled_id
+from tests.support.processor_time import within
 print(json.dumps([build_id(), compiled_id(), dict(build_parts())]))
 """
 
@@ -138,7 +140,8 @@ def test_the_kernels_wheel_says_what_it_was_made_from(tmp_path: Path) -> None:
 
 
 def test_it_takes_no_longer_than_a_plan_allows() -> None:
-    build_id._part.cache_clear()
-    began = time.process_time()
-    build_id.compiled_id()
-    assert time.process_time() - began < 1.0
+    def compiled_id() -> str:
+        build_id._part.cache_clear()
+        return build_id.compiled_id()
+
+    within(1.0, compiled_id)

@@ -25,6 +25,7 @@ from nibble.cli.doctor.report import Check, Report
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import TARGET_NAMES, load_target
 from nibble.settings.redact import Redactor, is_secret_name, is_shown, shown_variables
+from tests.support.processor_time import within
 
 # Where each is planted; none has a form that gives it away unless it says so.
 SECRETS = {
@@ -306,9 +307,8 @@ def test_unreadable_settings_do_not_keep_an_archive_from_being_written(
 
 
 def test_redaction_of_a_long_word_takes_no_time() -> None:
-    began = time.process_time()
-    Redactor([]).text("x" * 300_000 + " token: [" * 2000 + "-" * 20_000 + " " + "cookie" * 20_000)
-    assert time.process_time() - began < 5
+    text = "x" * 300_000 + " token: [" * 2000 + "-" * 20_000 + " " + "cookie" * 20_000
+    within(5, lambda: Redactor([]).text(text), tries=2)
 
 
 def test_the_archive_is_for_its_owner_alone_and_overwrites_nothing(environ, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from nibble.errors import ExitCode
 from tests.support.models.tiny_checkpoint import LINEAR_SHAPES, Tensors, linear, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4, QWEN3
 from tests.support.paths import ROOT
+from tests.support.processor_time import within
 
 COUNT = 3
 LATENT = (FAMILIES["deepseek_v3"],)  # one latent vector in the place of heads of keys and values
@@ -360,9 +360,8 @@ def test_many_tensors_are_quick() -> None:
     ]
     tensors = {name: TensorInfo(name, "U8", (1, 1), 1) for name in names}
     text = QWEN3 | {"num_experts": 256, "moe_intermediate_size": 128}
-    start = time.process_time()
-    layer_problems(tensors, (), text, "qwen3_moe", 66)
-    assert len(tensors) > 100_000 and time.process_time() - start < 3
+    assert len(tensors) > 100_000
+    within(3, lambda: layer_problems(tensors, (), text, "qwen3_moe", 66))
 
 
 # --- the table ------------------------------------------------------------------------------------
