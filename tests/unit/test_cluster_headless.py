@@ -42,7 +42,7 @@ RANK_1 = {
     "NIBBLE_NODE_RANK": "1",
     "HEAD_IP": HERE,
     "TENSOR_PARALLEL_SIZE": "2",
-    "NIBBLE_CLUSTER_WAIT_SECONDS": "1",
+    "NIBBLE_CLUSTER_WAIT_SECONDS": "3",
     "NIBBLE_MEMORY_RESERVE_GIB": "1",
 }
 
@@ -105,7 +105,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> None:
 def rank(agents: None, memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setattr(headless_module, "MemorySource", lambda: MemorySource(memory))
     monkeypatch.setattr(member_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(member_module, "LOST_S", 0.5)
+    monkeypatch.setattr(member_module, "LOST_S", 1.5)
     monkeypatch.setattr(engine_module, "child_command", lambda argv: ["sleep", "60"])
     found = Rank()
     yield found
@@ -140,7 +140,7 @@ def test_a_head_that_stays_away_is_exit_10(rank: Rank) -> None:
 def test_a_head_that_begins_nothing_is_exit_9(rank: Rank) -> None:
     error = rank.end()
     assert isinstance(error, NibbleError)
-    assert (error.code, "started no run within 1 s" in error.what) == (ExitCode.CLUSTER, True)
+    assert (error.code, "started no run within 3 s" in error.what) == (ExitCode.CLUSTER, True)
 
 
 def test_what_ended_first_here_is_told_here_and_by_the_error(
