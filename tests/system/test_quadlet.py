@@ -173,7 +173,7 @@ def test_a_killed_nibble_is_started_again(serving: Service) -> None:
 
 
 def test_an_upgrade_is_a_tag_and_a_restart_and_so_is_the_way_back(
-    serving: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Service, tmp_path: Path
 ) -> None:
     machine = serving.machine
     machine.run("podman", "tag", f"nibble:{NEW}", "nibble:gb10")
@@ -183,7 +183,6 @@ def test_an_upgrade_is_a_tag_and_a_restart_and_so_is_the_way_back(
     podman = tmp_path / "podman"
     podman.write_text(f'#!/bin/sh\nexec {" ".join(machine.words())} podman "$@"\n')
     podman.chmod(0o755)
-    monkeypatch.setenv("DOCKER", str(podman))
     rollback.roll_back("gb10", None, False, True, {"DOCKER": str(podman)})
     machine.run("systemctl", "restart", "nibble", timeout=START_S)
     assert serving.models()[0] == "old-build"

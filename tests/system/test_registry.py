@@ -61,7 +61,7 @@ def registry(engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def modern(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def modern(arm_emulated: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with second_engine(tmp_path_factory.mktemp("engine")) as made:
         yield made
 
@@ -153,12 +153,7 @@ def test_a_builder_that_cannot_push_several_platforms_is_told(
     assert refused.returncode == 2 and "docker buildx create --use" in refused.stderr
 
 
-needs_arm = pytest.mark.skipif(
-    not registries.can_emulate_arm(), reason="no emulation of Arm here (qemu-user-static)"
-)
-
-
-@needs_arm
+@pytest.mark.usefixtures("arm")
 def test_bake_pushes_two_platforms_with_sbom_and_provenance(bake: Builder) -> None:
     (pinned,) = bake.run("./build.sh", "cpu", "--push").stdout.split()
     assert PINNED.fullmatch(pinned)
@@ -179,7 +174,7 @@ def test_bake_pushes_two_platforms_with_sbom_and_provenance(bake: Builder) -> No
     assert "BEGIN CERTIFICATE" not in json.dumps(provenance)
 
 
-@needs_arm
+@pytest.mark.usefixtures("arm")
 @pytest.mark.parametrize(("platform", "machine"), [("amd64", "x86_64"), ("arm64", "aarch64")])
 def test_each_platform_of_the_pushed_image_runs(bake: Builder, platform: str, machine: str) -> None:
     (pinned,) = bake.run("./build.sh", "cpu", "--push").stdout.split()
@@ -187,7 +182,7 @@ def test_each_platform_of_the_pushed_image_runs(bake: Builder, platform: str, ma
     assert bake.docker(*words, f"linux/{platform}", pinned).stdout.strip() == machine
 
 
-@needs_arm
+@pytest.mark.usefixtures("arm")
 def test_a_target_for_arm_alone_is_pushed_from_another_machine(bake: Builder) -> None:
     (pinned,) = bake.run("./build.sh", "gb10", "--push").stdout.split()
     shown = json.loads(bake.docker("buildx", "imagetools", "inspect", pinned, "--raw").stdout)

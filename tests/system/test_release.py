@@ -19,16 +19,14 @@ from tests.support.workflow import Expression, Runner, StepFailed
 
 pytestmark = [
     pytest.mark.docker,
-    pytest.mark.skipif(
-        not registries.can_emulate_arm(), reason="no emulation of Arm here (qemu-user-static)"
-    ),
+    pytest.mark.usefixtures("arm"),
 ]
 VERSION = "v1.2.3"
 TARGETS = ("cpu", "gb10", "sm120", "b200", "hopper")
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runner, Path]]:
+def released(arm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runner, Path]]:
     """The workflow after a tag was pushed, and the workspace of its last job."""
     folder = tmp_path_factory.mktemp("release")
     with (

@@ -7,7 +7,6 @@ The Docker engine reads the authority from /etc/docker/certs.d, so these tests n
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -185,7 +184,3 @@ def login(made: Registry, client: str, environ: dict[str, str], password: str = 
         input=password, env=environ, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     return done.returncode
-
-
-def can_emulate_arm() -> bool:
-    return os.uname().machine == "aarch64" or Path("/proc/sys/fs/binfmt_misc/qemu-aarch64").exists()

@@ -42,8 +42,8 @@ def connect(role: str) -> str:
 def exchange(role: str, tools: Path, device: str, gid_index: int) -> dict[str, Any]:
     """200 messages each way over a reliable connection, by a program of rdma-core."""
     libraries = tools / "usr/lib/x86_64-linux-gnu"
-    environ = os.environ | {
-        "LD_LIBRARY_PATH": str(libraries),
+    environ = os.environ | {  # Debian 12's libnl-3-200 has its file in /lib
+        "LD_LIBRARY_PATH": f"{libraries}:{tools / 'lib/x86_64-linux-gnu'}",
         "RDMAV_DRIVERS": str(libraries / "libibverbs/librxe"),
     }
     command = [str(tools / "usr/bin/ibv_rc_pingpong"), "-d", device, "-n", "200"]
