@@ -25,14 +25,12 @@ from nibble.recipes.recipe import (
     STATUSES,
     Problem,
     Recipe,
-    ResolvedRecipe,
     Section,
-    canonical,
     load_recipe,
     read_toml,
-    resolve,
     shape_problems,
 )
+from nibble.recipes.resolution import ResolvedRecipe, canonical, resolutions
 from nibble.recipes.rules import Rule, RuleContext, applying, hits, in_effect, load_rules
 from nibble.settings.older_guides import successor_of
 
@@ -396,24 +394,6 @@ def _processes(resolved: ResolvedRecipe) -> int:
 def _speculative(resolved: ResolvedRecipe) -> Mapping[str, Any]:
     value = resolved.args.get("--speculative-config", {})
     return value if isinstance(value, Mapping) else {}
-
-
-def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
-    """Every resolution of the recipe: each target and variant on the machine of its evidence."""
-    for name, section in recipe.targets.items():
-        yield (
-            f"target.{name}.",
-            resolve(recipe, name, section.gpus, [section.gpu] if section.gpu else []),
-        )
-        for index, variant in enumerate(section.variants):
-            gpu = variant.gpu or section.gpu
-            count = variant.gpus if variant.gpus is not None else section.gpus
-            yield (
-                f"target.{name}.variants[{index}].",
-                resolve(recipe, name, count, [gpu] if gpu else []),
-            )
-    if not recipe.targets:
-        yield "", resolve(recipe, "")
 
 
 def _files(root: Path, names: Iterable[str]) -> list[Path]:
