@@ -41,7 +41,7 @@ def make(
     has none.
     """
     from nibble.cli.serve import fetched
-    from nibble.hub.pull import as_lines
+    from nibble.hub.progress import as_lines
 
     if activations not in (None, "fp4", "bf16"):
         raise NibbleError(

@@ -20,7 +20,8 @@ from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.packaged import PACKAGED, Unobtainable
-from nibble.hub.pull import OnProgress, Progress, Stage, as_lines, pull
+from nibble.hub.progress import OnProgress, Progress, Stage, as_lines
+from nibble.hub.pull import pull
 from nibble.machine.cpus import compute_cores
 from nibble.machine.processes import stop_signals, survive_memory_pressure
 from nibble.machine.read_bandwidth import measure_and_store
