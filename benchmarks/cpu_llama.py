@@ -57,13 +57,14 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-SHAPES = {  # hidden, intermediate, layers, heads, heads of keys, head_dim, vocabulary
-    "1.7b": (2048, 6144, 28, 16, 8, 128, 32768),
-    "135m": (576, 1536, 30, 9, 3, 64, 49152),
-}
+sys.path.insert(0, str(REPO))
+
+from cpu_llama_models import FORMS, SHAPES, step_bytes, write_models  # noqa: E402
+from llama_answers import DECODED, START  # noqa: E402
+from machine import machine  # noqa: E402
+
+LLAMA = Path(__file__).with_name("llama_answers.py")
 WHAT = ("decode 1", "decode 4", "prompt 256")
-FORMS = ("llama_q4_0", "llama_nvfp4", "nibble_w4a16", "nibble_w4a4")
-START, DECODED, CONTEXT = 16, 48, 512
 START_LIMIT_S, IDLE_LIMIT_S = 300, 120
 # vLLM asks torch which of its libraries to load.
 WITHOUT_AVX512 = """\
@@ -105,15 +106,7 @@ def main() -> None:
     parser.add_argument("--beside", help="the command `nibble` of another installation")
     parser.add_argument("--reference", action="store_true", help="as nibble's default")
     parser.add_argument("--without-avx512", type=Path, help="nibble's kernels built without it")
-    parser.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.gguf:
-        answer_as_llama(args.gguf, args.threads)
-        return
-    sys.path.insert(0, str(REPO))
-    from machine import machine
-
     os.environ["NIBBLE_REFERENCE"] = "auto" if args.reference else "off"
     if args.without_avx512:
         leave_avx512_out(args.without_avx512)
@@ -239,13 +232,6 @@ def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def step_bytes(name: str) -> int:
-    """Bytes of weights that a decode step reads, about the same in each form."""
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[name]
-    layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
-    return layers * layer * 9 // 16 + 2 * hidden * vocabulary
-
-
 def wait_for_idle(most: float) -> float:
     """The share of the cores that is in use, once it is below `most`, or after IDLE_LIMIT_S."""
     until = time.monotonic() + IDLE_LIMIT_S
@@ -265,115 +251,12 @@ def busy_share() -> float:
     return 1 - (idle_later - idle) / max(1, total_later - total)
 
 
-# --- the models ---
-
-
-def write_models(name: str, folder: Path) -> dict[str, Path]:
-    from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
-
-    files: dict[str, Path] = {}
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[name]
-    shape = Shape(
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=vocabulary,
-    )
-    for form in FORMS:
-        files[form] = folder / (f"{form}.gguf" if form.startswith("llama") else form)
-        if files[form].exists():
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        if form.startswith("llama"):
-            write_gguf(files[form], name, form.removeprefix("llama_").upper())
-        else:
-            write_checkpoint(files[form], shape, "modelopt", w4a4=form.endswith("w4a4"))
-            copy_tokenizer(files[form])
-    return files
-
-
-def copy_tokenizer(folder: Path) -> None:
-    """The demo's: requests have token ids, so its vocabulary may be smaller."""
-    for file in (REPO / "models/nibble-demo").iterdir():
-        if "token" in file.name or "template" in file.name:
-            (folder / file.name).write_bytes(file.read_bytes())
-
-
-def write_gguf(path: Path, name: str, kind: str) -> None:
-    """The shape as GGUF; `kind` is the type of the layers."""
-    import numpy as np
-    from gguf import GGMLQuantizationType, GGUFWriter
-
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SHAPES[name]
-    writer = GGUFWriter(path, "qwen3")
-    writer.add_context_length(2048)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(intermediate)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(vocabulary)
-    writer.add_tokenizer_model("none")
-    random = np.random.default_rng(1)
-    type_of = GGMLQuantizationType[kind]
-    shapes = {
-        "attn_q": (heads * head_dim, hidden),
-        "attn_k": (kv_heads * head_dim, hidden),
-        "attn_v": (kv_heads * head_dim, hidden),
-        "attn_output": (hidden, heads * head_dim),
-        "ffn_gate": (intermediate, hidden),
-        "ffn_up": (intermediate, hidden),
-        "ffn_down": (hidden, intermediate),
-    }
-    blocks = {tensor: quantized(random, shape, kind) for tensor, shape in shapes.items()}
-    sizes = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": head_dim}
-    norms = {key: np.ones(size, np.float32) for key, size in sizes.items()}
-    norms["attn_k_norm"] = norms["attn_q_norm"]
-    for layer in range(layers):
-        for tensor, values in blocks.items():
-            writer.add_tensor(f"blk.{layer}.{tensor}.weight", values, raw_dtype=type_of)
-        for tensor, values in norms.items():
-            writer.add_tensor(f"blk.{layer}.{tensor}.weight", values)
-    table = (random.standard_normal((vocabulary, hidden), np.float32) * 0.05).view(np.uint32)
-    table = (table >> 16).astype(np.uint16).view(np.uint8)
-    for tensor in ("token_embd", "output"):
-        writer.add_tensor(f"{tensor}.weight", table, raw_dtype=GGMLQuantizationType.BF16)
-    writer.add_tensor("output_norm.weight", norms["attn_norm"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def quantized(random: Any, shape: tuple[int, int], kind: str) -> Any:
-    """Bytes of a matrix in blocks: Q4_0 has a float16 scale for 32 values, NVFP4 four E4M3 scales
-    for 64 (ggml-common.h).
-    """
-    import numpy as np
-
-    rows, columns = shape
-    if kind == "Q4_0":
-        scale = np.full((rows, columns // 32, 1), 0.005, np.float16).view(np.uint8)
-        codes = random.integers(0, 256, (rows, columns // 32, 16), np.uint8)
-    else:
-        scale = random.integers(8, 16, (rows, columns // 64, 4), np.uint8)
-        codes = random.integers(0, 256, (rows, columns // 64, 32), np.uint8)
-    return np.concatenate([scale, codes], axis=2).reshape(rows, -1)
-
-
 # --- llama.cpp: a process that answers a line with tokens per second ---
 
 
 @contextlib.contextmanager
 def llama(python: Path, file: Path, threads: int) -> Iterator[Callable[[str], float]]:
-    words = [str(python), __file__, "--gguf", str(file), "--threads", str(threads)]
+    words = [str(python), str(LLAMA), str(file), str(threads)]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -392,47 +275,6 @@ def llama(python: Path, file: Path, threads: int) -> Iterator[Callable[[str], fl
     finally:
         requests.close()
         process.wait(30)
-
-
-def answer_as_llama(file: Path, threads: int) -> None:
-    """The other end, in the Python that has llama-cpp-python."""
-    import llama_cpp as api
-
-    api.llama_backend_init()
-    model = api.llama_model_load_from_file(str(file).encode(), api.llama_model_default_params())
-    options = api.llama_context_default_params()
-    options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = 4 * CONTEXT, 512, 512, 4
-    options.n_threads = options.n_threads_batch = threads
-    context = api.llama_init_from_model(model, options)
-    batch = api.llama_batch_init(CONTEXT, 0, 1)
-
-    def step(streams: int, first: int, count: int) -> None:
-        """`count` tokens of each stream from position `first` on; the last one has logits."""
-        batch.n_tokens = streams * count
-        for at in range(batch.n_tokens):
-            stream, offset = divmod(at, count)
-            batch.token[at] = 3 + (stream * 31 + (first + offset) * 7) % 900
-            batch.pos[at], batch.n_seq_id[at] = first + offset, 1
-            batch.seq_id[at][0], batch.logits[at] = stream, offset == count - 1
-        if api.llama_decode(context, batch):
-            raise SystemExit("llama_decode failed")
-        api.llama_get_logits(context)
-
-    print("ready", flush=True)
-    for line in sys.stdin:
-        what, count = line.split()
-        api.llama_memory_clear(api.llama_get_memory(context), True)
-        if what == "prompt":
-            began = time.perf_counter()
-            step(1, 0, int(count))
-            rate = int(count) / (time.perf_counter() - began)
-        else:
-            step(int(count), 0, START)
-            began = time.perf_counter()
-            for number in range(DECODED):
-                step(int(count), START + number, 1)
-            rate = int(count) * DECODED / (time.perf_counter() - began)
-        print(rate, flush=True)
 
 
 # --- nibble: a server, and requests ---

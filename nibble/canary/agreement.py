@@ -69,7 +69,7 @@ class Disagreement:
 def disagreements(reports: Sequence[Ran]) -> tuple[Disagreement, ...]:
     """Compare the workers with the first one, and within a pipeline stage with the stage's first.
 
-    reports: each worker's `ran` (contract.KernelsUsed), with its `node` and `rank`.
+    reports: each worker's `ran` (contract.report.KernelsUsed), with its `node` and `rank`.
     """
     differing: list[Disagreement] = []
     first_of_stage: dict[Any, Ran] = {}

@@ -39,7 +39,7 @@ LOGIT_LIMIT, LOGIT_SPREADS = 0.5, 8.0
 def judge_definition(reports: Iterable[Mapping[str, Any]], limit_factor: float = 1.0) -> Finding:
     """The first wrong layer of any worker, or how close the layers are.
 
-    reports: contract.WorkerReport. limit_factor: multiplies the limits of layers and logits.
+    reports: contract.report.WorkerReport. limit_factor: multiplies the limits of layers and logits.
     """
     comparisons = [report["definition"] for report in reports if report.get("definition")]
     if not comparisons:
@@ -72,7 +72,7 @@ def _warning(layers: Sequence[tuple[int, Mapping[str, Any]]], limit_factor: floa
 
 
 def _error(entry: Mapping[str, Any]) -> float:
-    """The relative error of a contract.LayerComparison or contract.PointComparison."""
+    """The relative error of a LayerComparison or PointComparison (contract.report)."""
     return max(entry["early"], entry["late"])
 
 
@@ -82,7 +82,7 @@ def _noises(entry: Mapping[str, Any]) -> float:
 
 
 def _problem(comparison: Mapping[str, Any], limit_factor: float) -> str:
-    """The first thing that is wrong in a contract.Comparison, in the order of computation."""
+    """The first thing that is wrong in a contract.report.Comparison, in computation order."""
     if comparison["norms"]["wrong"]:
         return f"{comparison['norms']['wrong'][0]} is not what the checkpoint has under that name"
     embedding = comparison["embedding"]

@@ -38,7 +38,7 @@ STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
 @dataclass(frozen=True)
 class Expectation:
-    """The kernels that are allowed for a part of a worker's report (contract.KernelsUsed).
+    """The kernels that are allowed for a part of a worker's report (contract.report.KernelsUsed).
 
     allowed: prefixes of names, without regard to case and punctuation: `marlin` allows
     MarlinNvFp4LinearKernel. Empty: any kernel except a slow fallback. source: where it comes from.

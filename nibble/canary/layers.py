@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nibble.canary.finding import Finding
-from nibble.engine.contract import formats_of
+from nibble.engine.contract.report import formats_of
 
 
 def activations_of(reports: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def on_node(node: str) -> str:
 def check_layers(reports: Iterable[Mapping[str, Any]]) -> Finding:
     """Fails if a layer of any worker is wrong; not compared if no layer has a reference.
 
-    reports: contract.WorkerReport, with `node` for workers of other nodes.
+    reports: contract.report.WorkerReport, with `node` for workers of other nodes.
     """
     entries = [
         (f"{on_node(report.get('node', ''))}rank {report['rank']}", entry)

@@ -46,7 +46,7 @@ def run_canary(
     """Run every mechanism that applies and return one finding for each.
 
     asker: sends the requests. None for a model that generates no text: only `layers` runs.
-    reports: the workers' reports (contract.WorkerReport).
+    reports: the workers' reports (contract.report.WorkerReport).
     references: recorded answers; computed: a reference that `nibble reference` computed.
     tools: the model may call tools; drafts: speculative decoding is on.
     samples: also send requests that sample with top_k=1.

@@ -28,16 +28,9 @@ from nibble.canary.layers import activations_of, on_node
 from nibble.canary.references import References, references_like
 from nibble.canary.run import BUDGET_S, Finding, run_canary
 from nibble.engine.api import Api
-from nibble.engine.contract import (
-    ALLOWED_PLUGINS,
-    REFERENCES,
-    REFERENCES_PENDING,
-    REPORT_FOLDER,
-    REPORT_PLUGIN,
-    WORKER_REPORTS,
-    WorkerReport,
-    reporting_pid,
-)
+from nibble.engine.contract import ALLOWED_PLUGINS, REPORT_FOLDER, REPORT_PLUGIN
+from nibble.engine.contract.reference import REFERENCES, REFERENCES_PENDING
+from nibble.engine.contract.report import WORKER_REPORTS, WorkerReport, reporting_pid
 from nibble.engine.installed import has_plugin
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE

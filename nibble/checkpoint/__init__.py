@@ -14,10 +14,11 @@ from nibble.checkpoint.fused_groups import format_problems
 from nibble.checkpoint.gguf.file import SUFFIX
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.heads import head_dim as _head_dim
-from nibble.checkpoint.kv import SequenceMemory, sequence_memory, state_bytes, token_bytes
+from nibble.checkpoint.kv import sequence_memory
 from nibble.checkpoint.layer_memory import LayerMemory, Layers
 from nibble.checkpoint.layer_tensors import layer_problems
 from nibble.checkpoint.layers import layers, text_config
+from nibble.checkpoint.max_model_len import max_model_len
 from nibble.checkpoint.missing import missing_tensors
 from nibble.checkpoint.mixed_layers import labels
 from nibble.checkpoint.nvfp4 import Nvfp4Weight, Problem, find_weights, header_problems
@@ -38,32 +39,13 @@ from nibble.errors import ExitCode, NibbleError
 __all__ = [
     "Checkpoint",
     "LayerMemory",
-    "Layers",
     "Scheme",
-    "SequenceMemory",
-    "Source",
     "Weights",
     "layers",
     "read_checkpoint",
-    "sequence_breakdown",
     "sequence_memory",
     "sequence_memory_bytes",
-    "state_bytes",
-    "token_bytes",
 ]
-
-# vllm 0.32 model_arch_config_convertor.py:396
-LENGTH_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
 
 
 @dataclass(frozen=True)
@@ -181,42 +163,16 @@ def describe(
 
 
 def sequence_memory_bytes(
-    source: Checkpoint | Layers,
-    tokens: int,
-    kv_cache_dtype: str = "auto",
-    tensor_parallel_size: int = 1,
-    block_size: int = 16,
-    **options: Any,
+    checkpoint: Checkpoint, tokens: int, kv_cache_dtype: str = "auto", **options: Any
 ) -> int | None:
     """Bytes of one sequence on one GPU (see `sequence_memory`), or None for an unknown
-    architecture.
+    architecture. "auto" means the declared type of the KV cache.
     """
-    found = sequence_breakdown(
-        source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
-    )
-    return None if found is None else found.total_bytes
-
-
-def sequence_breakdown(
-    source: Checkpoint | Layers,
-    tokens: int,
-    kv_cache_dtype: str = "auto",
-    tensor_parallel_size: int = 1,
-    block_size: int = 16,
-    **options: Any,
-) -> SequenceMemory | None:
-    """`sequence_memory` of a checkpoint; "auto" means its declared KV cache type."""
-    if not isinstance(source, Checkpoint):
-        return sequence_memory(
-            source, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
-        )
-    if source.layers is None:
+    if checkpoint.layers is None:
         return None
-    if kv_cache_dtype == "auto" and source.scheme.kv_cache:
-        kv_cache_dtype = source.scheme.kv_cache
-    return sequence_memory(
-        source.layers, tokens, kv_cache_dtype, tensor_parallel_size, block_size, **options
-    )
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = checkpoint.scheme.kv_cache or "auto"
+    return sequence_memory(checkpoint.layers, tokens, kv_cache_dtype, **options).total_bytes
 
 
 def _read_config(source: Source) -> dict[str, Any]:
@@ -282,7 +238,7 @@ def _assemble(
         weights=weights,
         layers=found,
         modules=read_modules(config, hf_quant, tensors, count, needed.config if needed else None),
-        max_model_len=_max_model_len(text),
+        max_model_len=max_model_len(text),
         num_attention_heads=_whole(text, "num_attention_heads", "n_heads", "n_head", "heads"),
         num_key_value_heads=_whole(
             text, "num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_attention_groups"
@@ -374,33 +330,6 @@ def _model_type(config: Mapping[str, Any]) -> str | None:
 def _whole(config: Mapping[str, Any], *keys: str) -> int | None:
     value = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
     return None if isinstance(value, bool) else value
-
-
-# Kinds of rotary scaling whose max_position_embeddings is the scaled length (vllm 0.32
-# config/model.py:2595).
-SCALED_LENGTH = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-
-
-def _max_model_len(text: Mapping[str, Any]) -> int | None:
-    """The longest sequence that vLLM accepts by default for this model."""
-    lengths = [text[key] for key in LENGTH_KEYS if isinstance(text.get(key), int)]
-    if not lengths:
-        return None
-    factor = 1.0
-    if "gemma3" not in str(text.get("model_type")):
-        for rotary in _rotary(text):
-            kind = rotary.get("rope_type") or rotary.get("type")
-            factor = factor if kind in SCALED_LENGTH else rotary.get("factor") or factor
-    return int(min(lengths) * factor)
-
-
-def _rotary(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Rotary parameters: one set, or one for each kind of layer."""
-    found = text.get("rope_parameters") or text.get("rope_scaling")
-    if not isinstance(found, Mapping):
-        return []
-    nested = [value for value in found.values() if isinstance(value, Mapping)]
-    return nested or [found]
 
 
 def _known_head_dim(text: Mapping[str, Any]) -> int | None:

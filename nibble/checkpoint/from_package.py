@@ -27,7 +27,7 @@ from nibble.hub.packaged import (
     local_error,
     told,
 )
-from nibble.hub.pull import OnProgress
+from nibble.hub.progress import OnProgress
 from nibble.machine.disk import not_writable, write_problem
 from nibble.machine.paths import root
 from nibble.machine.processes import die_with_parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +28,14 @@ def print_json(data: Any) -> None:
 def say(text: str) -> None:
     """Print a message of nibble on stderr."""
     print(f"[nibble] {printable(text)}", file=sys.stderr, flush=True)
+
+
+def say_new(lines: Iterable[str], said: set[str]) -> None:
+    """Print the messages that are not in `said`, and add them to it."""
+    for line in lines:
+        if line not in said:
+            say(line)
+            said.add(line)
 
 
 def wanted(words: Sequence[str] | None, verb: str) -> list[str]:

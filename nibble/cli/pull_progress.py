@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from nibble.hub.pull import OnProgress, Progress, as_lines
+from nibble.hub.progress import OnProgress, Progress, as_lines
 from nibble.serve.progress import stderr_is_terminal
 
 

@@ -40,8 +40,8 @@ def make(
     """Compute and write a reference; returns a summary as plain data. Raises MODEL for a model that
     has none.
     """
-    from nibble.cli.serve import fetched
-    from nibble.hub.pull import as_lines
+    from nibble.cli.on_disk import fetched
+    from nibble.hub.progress import as_lines
 
     if activations not in (None, "fp4", "bf16"):
         raise NibbleError(

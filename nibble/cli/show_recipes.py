@@ -15,7 +15,8 @@ from nibble.engine.flags import write_flag
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.machine.targets import TARGET_NAMES
-from nibble.recipes.recipe import list_recipes, load_recipe, resolve
+from nibble.recipes.recipe import list_recipes, load_recipe
+from nibble.recipes.resolution import resolve
 from nibble.settings.declare import closest
 
 

@@ -23,7 +23,7 @@ from nibble.cluster.checkpoint_facts import checkpoint_facts, summary
 from nibble.cluster.facts import collect, hub_state, model_state
 from nibble.cluster.network import find_interface, network_environ, node_address, rdma_devices
 from nibble.cluster.rank_settings import checkpoint_folders, rank_facts
-from nibble.engine.contract import WORKER_REPORTS, WorkerReport, reporting_pid
+from nibble.engine.contract.report import WORKER_REPORTS, WorkerReport, reporting_pid
 from nibble.engine.installed import part_files
 from nibble.machine.paths import cache_dir
 from nibble.settings.options import Settings

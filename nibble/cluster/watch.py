@@ -33,9 +33,7 @@ class NodeLost(NibbleError):
 
 
 class Watch:
-    """Watches one run. `launch.Supervisor` calls `run` in a thread and `feed` with every log
-    line.
-    """
+    """Watches one run. The supervisor calls `run` in a thread and `feed` with every log line."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

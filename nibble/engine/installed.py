@@ -118,7 +118,7 @@ def _plugin_files() -> Files:
 
 def _is_of_plugin(path: Path) -> bool:
     folder = Path(__file__).resolve().parent
-    return path == folder / "contract.py" or path.is_relative_to(folder / "plugin")
+    return any(path.is_relative_to(folder / name) for name in ("contract", "plugin"))
 
 
 def _kernel_files() -> Files:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nibble.engine.contract import PulseKind, PulseRecord, pulse_file
+from nibble.engine.contract.pulse import PulseKind, PulseRecord, pulse_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from nibble.engine.contract import STACKS_SIGNAL, stacks_file
+from nibble.engine.contract.pulse import STACKS_SIGNAL, stacks_file
 
 WAIT_S = 2.0
 _POLL_S = 0.05

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub.pull import PROGRESS_SECONDS, OnProgress, Progress, Stage, check_disk, stall_seconds
+from nibble.hub.progress import PROGRESS_SECONDS, OnProgress, Progress, Stage
+from nibble.hub.pull import check_disk, stall_seconds
 from nibble.machine.disk import free_bytes, gib, not_writable
 from nibble.machine.paths import root
 from nibble.machine.processes import die_with_parent

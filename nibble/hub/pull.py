@@ -12,12 +12,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.access import (
@@ -41,6 +41,7 @@ from nibble.hub.files import (
     unverified,
     unverified_record,
 )
+from nibble.hub.progress import PROGRESS_SECONDS, OnProgress, Progress, Stage
 from nibble.hub.transfer import STALL_VARIABLE, Blobs, fetch_blobs
 from nibble.machine.disk import (
     free_bytes,
@@ -55,17 +56,6 @@ from nibble.settings.options import default_of
 
 # Space that stays free on the cache's file system for compile caches and logs
 MARGIN_BYTES = 1 << 30
-PROGRESS_SECONDS = 0.5
-Stage = Literal["download", "verify", "convert", "measure", "write", "reference", "trials"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a stage before vLLM, or of a conversion, in bytes."""
-
-    stage: Stage
-    done_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -77,9 +67,6 @@ class PullResult:
     bytes: int
     seconds: float
     notices: tuple[str, ...] = ()
-
-
-OnProgress = Callable[[Progress], None]
 
 
 def pull(
@@ -137,23 +124,6 @@ def pull(
 def stall_seconds(environ: Mapping[str, str]) -> float:
     """NIBBLE_DOWNLOAD_STALL_SECONDS; settings/options.py has checked its limits."""
     return float(environ.get(STALL_VARIABLE) or default_of("download_stall_seconds"))
-
-
-def as_lines(say: Callable[[str], None], every_seconds: float = 10) -> OnProgress:
-    """Progress as text: start and end of a stage, and one line each `every_seconds` between."""
-    last: dict[str, float] = {}
-    said = ""
-
-    def report(step: Progress) -> None:
-        nonlocal said
-        now, ends = time.monotonic(), step.done_bytes >= step.total_bytes
-        line = f"{step.stage}: {gib(step.done_bytes)} of {gib(step.total_bytes)}"
-        is_due = step.stage not in last or now - last[step.stage] >= every_seconds
-        if (ends or is_due) and line != said:
-            last[step.stage], said = now, line
-            say(line)
-
-    return report
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from nibble.plan.models.gemma4 import has_flashinfer_compiler
 from nibble.plan.moe_tuning import installed_configs
 from nibble.plan.plan import Plan
 from nibble.plan.resolve import make_plan
-from nibble.recipes.recipe import ResolvedRecipe, load_recipe, resolve
+from nibble.recipes.recipe import load_recipe
+from nibble.recipes.resolution import ResolvedRecipe, resolve
 from nibble.recipes.rules import load_rules
 from nibble.settings.command_line import CommandLine, read_command_line
 from nibble.settings.environment import Accepted, accept, check_file_environment

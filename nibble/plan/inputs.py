@@ -12,7 +12,7 @@ from nibble.machine.hardware import Hardware
 from nibble.machine.targets import Target
 from nibble.plan.choice import Choice
 from nibble.plan.moe_tuning import TunedConfigs
-from nibble.recipes.recipe import ResolvedRecipe
+from nibble.recipes.resolution import ResolvedRecipe
 from nibble.recipes.rules import Rule
 from nibble.settings.environment import Accepted
 from nibble.settings.sources import Loaded

@@ -1,6 +1,6 @@
 """NVFP4 options for nibble's vLLM plugin: activations, output head, kernels, scale mode. Pure.
 
-The plugin reads them from vLLM's `--additional-config` (engine/contract.py). This module refuses
+The plugin reads them from vLLM's `--additional-config` (engine/contract). This module refuses
 options that a model or target rules out.
 """
 

@@ -18,7 +18,7 @@ from nibble.plan.memory import Limits, Step, limits
 from nibble.plan.moe_tuning import Alias
 from nibble.plan.part_kernels import PartKernels
 from nibble.plan.topology import Topology
-from nibble.recipes.recipe import ResolvedRecipe
+from nibble.recipes.resolution import ResolvedRecipe
 from nibble.settings.options import Settings, options
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from nibble.plan.choice import OURS, Choice, Choices, Flags, Layer
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import source_of
 from nibble.plan.situation import Decision, Situation
-from nibble.recipes.recipe import ResolvedRecipe
+from nibble.recipes.resolution import ResolvedRecipe
 from nibble.recipes.rules import Rule, RuleContext, accepted_risks, applying, hits, in_effect
 
 

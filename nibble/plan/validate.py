@@ -13,7 +13,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.hardware import Hardware
 from nibble.machine.targets import Target
 from nibble.plan.topology import Topology
-from nibble.recipes.recipe import ResolvedRecipe
+from nibble.recipes.resolution import ResolvedRecipe
 from nibble.settings.declare import token_count
 from nibble.settings.options import Settings
 

@@ -2,8 +2,8 @@
 
 People write recipes for one vLLM version, and vLLM drops variables and flags without an error (an
 unknown VLLM_* name only logs a warning, vllm 0.32 platforms/interface.py:1446). `lint` finds what
-vLLM would refuse or ignore. `lint(live=True)` also runs the installed vLLM's parser on every
-command line of a recipe.
+vLLM would refuse or ignore (schema_checks.py), and values that do not fit each other.
+`lint(live=True)` also runs the installed vLLM's parser on every command line of a recipe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nibble.engine.flags import OWNED, write_flag
+from nibble.engine.flags import write_flag
 from nibble.engine.live_schema import drift, live_schema
 from nibble.engine.schema import Schema, closest, load_schema
 from nibble.errors import NibbleError
@@ -25,35 +25,15 @@ from nibble.recipes.recipe import (
     STATUSES,
     Problem,
     Recipe,
-    ResolvedRecipe,
     Section,
-    canonical,
     load_recipe,
     read_toml,
-    resolve,
     shape_problems,
 )
+from nibble.recipes.resolution import ResolvedRecipe, resolutions
 from nibble.recipes.rules import Rule, RuleContext, applying, hits, in_effect, load_rules
-from nibble.settings.older_guides import successor_of
+from nibble.recipes.schema_checks import Finding, env_problems, flag_problems, kernel_problems
 
-# nibble sets these at run time, a recipe must not: engine.flags.OWNED, and the shape of a cluster.
-OWNED_BY_NIBBLE = frozenset(OWNED) | {
-    "--headless", "--nnodes", "--node-rank", "--master-addr", "--master-port",
-    "--tokenizer-revision", "--code-revision", "--fail-on-environ-validation",
-    "--ssl-keyfile", "--ssl-certfile", "--grpc", "--grpc-port",
-}  # fmt: skip
-# Names of other projects, whose existence nibble cannot check.
-ECOSYSTEM_PREFIXES = (
-    "NCCL_", "HF_", "PYTORCH_", "TORCH_", "CUDA_", "CUTE_DSL_", "FLASHINFER_", "FLASH_ATTENTION_",
-    "OMP_", "RAY_", "TRITON_", "UCX_", "GLOO_", "SAFETENSORS_", "TOKENIZERS_", "CUBLAS_",
-)  # fmt: skip
-# Load formats whose package the image lacks; vLLM 0.32 fails at load without it.
-MISSING_PACKAGES: Mapping[str, str] = {
-    "fastsafetensors": "fastsafetensors",
-    "instanttensor": "instanttensor",
-    "runai_streamer": "runai-model-streamer",
-    "tensorizer": "tensorizer",
-}
 _HEX40 = re.compile(r"[0-9a-f]{40}")
 _PARALLEL = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
 
@@ -161,18 +141,15 @@ def _rules(root: Path) -> tuple[Rule, ...]:
     return load_rules(root) if (root / "rules").is_dir() else ()
 
 
-Finding = tuple[str, str, str]  # key path, message, suggestion
-
-
 def _rule_problems(rule: Rule, schema: Schema) -> Iterator[Finding]:
     values = [("force", name, [value]) for name, value in rule.force.items()]
     values += [("forbid", name, [*many]) for name, many in rule.forbid.items()]
     values += [("warn", name, [*many]) for name, many in rule.warn.items()]
     for verb, name, wanted in values:
         for value in wanted:
-            yield from _flag_problems(f"{verb}.{name}", name, value, schema)
+            yield from flag_problems(f"{verb}.{name}", name, value, schema)
     for name in rule.env:
-        yield from _env_problems(f"env.{name}", name, schema)
+        yield from env_problems(f"env.{name}", name, schema)
     for name in rule.when.targets:
         if name not in TARGET_NAMES:
             yield "when.targets", f"there is no target {name!r}", closest(name, TARGET_NAMES)
@@ -241,73 +218,11 @@ def _layers(recipe: Recipe) -> Iterator[tuple[str, Section]]:
 def _layer_problems(recipe: Recipe, schema: Schema) -> Iterator[Finding]:
     for where, layer in _layers(recipe):
         for flag, value in layer.args.items():
-            yield from _flag_problems(f"{where}args.{flag}", flag, value, schema)
+            yield from flag_problems(f"{where}args.{flag}", flag, value, schema)
         for name in layer.env:
-            yield from _env_problems(f"{where}env.{name}", name, schema)
+            yield from env_problems(f"{where}env.{name}", name, schema)
         for kind, kernel in layer.expected.items():
-            yield from _kernel_problems(f"{where}expected.{kind}", kind, kernel, schema)
-
-
-def _flag_problems(key: str, flag: str, value: Any, schema: Schema) -> Iterator[Finding]:
-    name = canonical(flag)
-    spec = schema.flag(name)
-    if name in OWNED_BY_NIBBLE:
-        yield key, f"{name} is set by nibble; remove it from the recipe", OWNED.get(name, "")
-    elif spec is None:
-        yield key, f"vLLM {schema.version} has no flag {name}", schema.suggest(name)
-    elif spec.name != name:
-        yield (
-            key,
-            f"{name} is a short name of the flag; write the long one",
-            spec.name.removeprefix("--"),
-        )
-    elif isinstance(value, dict):
-        yield from ((key, problem, "") for problem in schema.check_json(name, value))
-    elif problem := schema.check_value(name, value):
-        yield key, problem, ""
-    elif name == "--load-format" and value in MISSING_PACKAGES:
-        yield (
-            key,
-            (
-                f"load format {value} needs the package {MISSING_PACKAGES[value]}, which the image"
-                " lacks"
-            ),
-            "auto",
-        )
-
-
-def _env_problems(key: str, name: str, schema: Schema) -> Iterator[Finding]:
-    if successor := successor_of(name):
-        flags = successor.flags(successor.examples[-1]) or {}
-        yield (
-            key,
-            f"{name} is a dead variable: vLLM {schema.version} does not read it",
-            " ".join(flags),
-        )
-    elif name.startswith("VLLM_"):
-        if not schema.env_exists(name):
-            yield key, f"vLLM {schema.version} has no variable {name}", closest(name, schema.envs)
-    elif not name.startswith(ECOSYSTEM_PREFIXES):
-        prefixes = ", ".join(ECOSYSTEM_PREFIXES)
-        yield (
-            key,
-            f"{name} is not a variable of vLLM and has no known prefix ({prefixes})",
-            closest(name, schema.envs),
-        )
-
-
-def _kernel_problems(key: str, kind: str, kernel: str, schema: Schema) -> Iterator[Finding]:
-    known = {
-        "moe": schema.moe_kernels,
-        "linear": schema.linear_kernels,
-        "attention": schema.attention_backends,
-    }[kind]
-    if kernel not in known:
-        yield (
-            key,
-            f"vLLM {schema.version} logs no {kind} kernel called {kernel!r}",
-            closest(kernel, known),
-        )
+            yield from kernel_problems(f"{where}expected.{kind}", kind, kernel, schema)
 
 
 def _target_problems(recipe: Recipe, name: str, section: Section, root: Path) -> Iterator[Finding]:
@@ -388,7 +303,7 @@ def _resolved_problems(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _processes(resolved: ResolvedRecipe) -> int:
-    """GPUs that the flags use; an invalid size counts as one (`_flag_problems` reports it)."""
+    """GPUs that the flags use; an invalid size counts as one (`flag_problems` reports it)."""
     sizes = [resolved.args.get(flag, 1) for flag in _PARALLEL]
     return math.prod(size for size in sizes if isinstance(size, int))
 
@@ -396,24 +311,6 @@ def _processes(resolved: ResolvedRecipe) -> int:
 def _speculative(resolved: ResolvedRecipe) -> Mapping[str, Any]:
     value = resolved.args.get("--speculative-config", {})
     return value if isinstance(value, Mapping) else {}
-
-
-def resolutions(recipe: Recipe) -> Iterator[tuple[str, ResolvedRecipe]]:
-    """Every resolution of the recipe: each target and variant on the machine of its evidence."""
-    for name, section in recipe.targets.items():
-        yield (
-            f"target.{name}.",
-            resolve(recipe, name, section.gpus, [section.gpu] if section.gpu else []),
-        )
-        for index, variant in enumerate(section.variants):
-            gpu = variant.gpu or section.gpu
-            count = variant.gpus if variant.gpus is not None else section.gpus
-            yield (
-                f"target.{name}.variants[{index}].",
-                resolve(recipe, name, count, [gpu] if gpu else []),
-            )
-    if not recipe.targets:
-        yield "", resolve(recipe, "")
 
 
 def _files(root: Path, names: Iterable[str]) -> list[Path]:

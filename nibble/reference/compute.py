@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nibble.checkpoint import Checkpoint, read_checkpoint
-from nibble.engine.contract import norm_key
+from nibble.engine.contract.reference import norm_key
 from nibble.errors import NibbleError
 from nibble.reference.probe import Probe
 from nibble.reference.prompts import NO_THINKING, PLAIN_TEXT, PROBE_TEXT, QUESTIONS, probe_tokens
@@ -250,7 +250,7 @@ def answer(model: StreamedModel, prompt: tuple[int, ...], tokens: int, ends: set
 
 
 def norm_weights(weights: Weights) -> dict[str, Tensor]:
-    """The weights of norms as tensors of the reference: contract.norm_key -> float32 [width].
+    """The weights of norms as tensors of the reference: norm_key -> float32 [width].
 
     They are compared directly, because a server with two norms exchanged may compute nearly the
     same values.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nibble.engine.contract import InsidePoint, inside_noise
+from nibble.engine.contract.reference import InsidePoint, inside_noise
 from nibble.engine.plugin.report.inside import row_errors, rows_in
 
 # Names of parts of a layer that combine tokens contain one of these.

@@ -5,8 +5,6 @@ Runs in the child process that computes a reference. nibble's main process does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from nibble_kernels.weight_quant import Nvfp4Weight as Packed
 from nibble_kernels.weight_quant import dequantize
@@ -228,13 +226,3 @@ def rounded_input(x: Tensor, rounding: tuple[str, float]) -> Tensor:
         e2m1_decode(packed).unflatten(-1, (-1, 16)) * (e4m3_decode(scales) / inverse)[..., None]
     )
     return values.flatten(-2).view(x.shape).to(x.dtype)
-
-
-def float_bytes(tensors: Mapping[str, TensorInfo], itemsize: int) -> int:
-    """Bytes of all weights after dequantization to numbers of `itemsize` bytes."""
-    values_per_element = {"U8": 2, "F4": 1}
-    return sum(
-        info.elements * values_per_element.get(info.dtype, 1) * itemsize
-        for info in tensors.values()
-        if info.elements > 1
-    )

@@ -4,16 +4,12 @@ formats, activations by vLLM's definitions, biases, expert parallelism, and what
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.support.changes import OPERATORS
-from tests.support.paths import ROOT, python_path
+from tests.support.in_vllm.findings import findings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 Case = dict[str, Any]
@@ -66,17 +62,7 @@ LIMIT = 0.004  # three roundings to BF16
 def found(installed: Any) -> dict[str, float | str]:
     """The error of each case, or what refused it."""
     cases = [*SERVED, *(case for case, _ in REFUSED)]
-    environ = os.environ | {"PYTHONPATH": python_path(installed, ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.in_vllm.expert_layers"],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environ,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.strip().splitlines()[-1])
+    results = findings(installed, ["-m", "tests.support.in_vllm.expert_layers"], cases)
     return {str(case): result for case, result in zip(cases, results, strict=True)}
 
 

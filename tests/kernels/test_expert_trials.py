@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.support.changes import OPERATORS
-from tests.support.paths import ROOT, python_path
+from tests.support.in_vllm.findings import findings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS, "nibble/trials")]
 SHAPES = [[4, 2, 128, 96, 2], [6, 3, 64, 48, 2]]
@@ -49,18 +45,7 @@ def found(installed: Any) -> list[dict[str, Any]]:
     ]
     up_alone = {"shapes": [[6, 3, 64, 48, 1]]}
     trials += [trials[0] | up_alone, trials[0] | {"plant": "wrong"}]
-    environ = os.environ | {"PYTHONPATH": python_path(installed, ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps(trials),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environ,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
-    return [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("FOUND")]
+    return findings(installed, ["-c", PROGRAM], trials)
 
 
 def test_both_are_right_and_have_times(found: list[dict[str, Any]]) -> None:

@@ -26,13 +26,10 @@ from nibble.cli.manifest_options import PodOptions, with_options
 from nibble.cli.manifests import carried, manifest, words_for
 from nibble.plan.gather import plan_for, read_wishes
 from tests.support.debian import unpacked
-from tests.support.docker.containers import docker
 from tests.support.docker.images import CACHE
-from tests.support.models.slow_model import make_slow_model
 from tests.support.paths import ROOT
-from tests.support.servers.serving import free_port
-from tests.support.system import podman_image
-from tests.support.system.machine import Machine, booted, debian13, machine_image
+from tests.support.system.machine import Machine
+from tests.support.system.podman_machine import SLOW_MODEL, podman_machine
 
 pytestmark = pytest.mark.docker
 IMAGE = "localhost/nibble:cpu"
@@ -147,20 +144,10 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(cpu_image: str) -> Iterator[Cluster]:
     pause = "apt-get update -q && apt-get install -qy --no-install-recommends catatonit"
-    image = machine_image("nibble-test-machine:kube", debian13(), pause)
-    port, volume = free_port(), docker("volume", "create").stdout.strip()
-    slow = make_slow_model(CACHE / "slow-model")
-    options = [
-        "--volume", f"{volume}:{podman_image.STORAGE}", "--volume", f"{slow}:/slow-model:ro",
-        "--publish", f"127.0.0.1:{port}:8000",
-    ]  # fmt: skip
-    try:
-        with booted(image, "kube", options) as machine:
-            podman_image.give(machine, volume, cpu_image, IMAGE, "2026-01-01T00:00:00Z")
-            machine.run("install", "-d", "-o", "2000", "-g", "0", "-m", "0770", CACHE_FOLDER)
-            yield Cluster(machine, port)
-    finally:
-        docker("volume", "rm", "--force", volume)
+    with podman_machine("kube", pause) as made:
+        made.give(cpu_image, IMAGE, "2026-01-01T00:00:00Z")
+        made.machine.run("install", "-d", "-o", "2000", "-g", "0", "-m", "0770", CACHE_FOLDER)
+        yield Cluster(made.machine, made.port)
 
 
 QUIET = {"NIBBLE_CANARY": "off", "VLLM_EXTRA_ARGS": "--enforce-eager"}
@@ -177,11 +164,11 @@ def served(cluster: Cluster) -> tuple[str, str]:
 
 
 def with_folder(text: str) -> str:
-    """The model of the plan's folder is at /slow-model on the node and in the pod."""
-    secret, document = yaml.safe_load_all(text.replace(str(CACHE / "slow-model"), "/slow-model"))
+    """The model of the plan's folder is at SLOW_MODEL on the node and in the pod."""
+    secret, document = yaml.safe_load_all(text.replace(str(CACHE / "slow-model"), SLOW_MODEL))
     spec = document["spec"]
-    spec["volumes"].append({"name": "slow", "hostPath": {"path": "/slow-model"}})
-    mount = {"name": "slow", "mountPath": "/slow-model", "readOnly": True}
+    spec["volumes"].append({"name": "slow", "hostPath": {"path": SLOW_MODEL}})
+    mount = {"name": "slow", "mountPath": SLOW_MODEL, "readOnly": True}
     spec["containers"][0]["volumeMounts"].append(mount)
     return yaml.safe_dump_all([secret, document])
 

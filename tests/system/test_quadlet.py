@@ -19,14 +19,10 @@ from typing import Any
 import pytest
 
 from nibble.cli import rollback
-from tests.support.docker.containers import docker
-from tests.support.docker.images import CACHE
-from tests.support.models.slow_model import make_slow_model
 from tests.support.paths import ROOT
-from tests.support.servers.serving import free_port
-from tests.support.system import podman_image
 from tests.support.system.crash_loop import run_into_75
-from tests.support.system.machine import Machine, booted, debian13, machine_image
+from tests.support.system.machine import Machine
+from tests.support.system.podman_machine import SLOW_MODEL, podman_machine
 
 UNIT = "/etc/containers/systemd/nibble.container"
 DROP_IN = f"{UNIT}.d/10-test.conf"
@@ -88,28 +84,17 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(cpu_image: str) -> Iterator[Service]:
-    image = machine_image("nibble-test-machine:quadlet", debian13(), "true")
-    port, volume = free_port(), docker("volume", "create").stdout.strip()
-    slow = make_slow_model(CACHE / "slow-model")
-    options = [
-        "--volume", f"{volume}:{podman_image.STORAGE}", "--volume", f"{slow}:/slow-model:ro",
-        "--publish", f"127.0.0.1:{port}:8000",
-    ]  # fmt: skip
-    try:
-        with booted(image, "quadlet", options) as machine:
-            for tag, build in ((OLD, "old"), (NEW, "new")):
-                created = f"2026-01-0{tag[-1]}T00:00:00Z"
-                name = f"localhost/nibble:{tag}"
-                marks = {"NIBBLE_SERVED_MODEL_NAME": f"{build}-build"}
-                podman_image.give(machine, volume, cpu_image, name, created, **marks)
-            machine.run("podman", "tag", f"nibble:{OLD}", "nibble:gb10")
-            machine.run("podman", "secret", "create", "nibble_api_key", "-", stdin=KEY)
-            machine.write(UNIT, unit())
-            made = Service(machine, port)
-            made.configure()
-            yield made
-    finally:
-        docker("volume", "rm", "--force", volume)
+    with podman_machine("quadlet") as made:
+        for tag, build in ((OLD, "old"), (NEW, "new")):
+            created = f"2026-01-0{tag[-1]}T00:00:00Z"
+            marks = {"NIBBLE_SERVED_MODEL_NAME": f"{build}-build"}
+            made.give(cpu_image, f"localhost/nibble:{tag}", created, **marks)
+        made.machine.run("podman", "tag", f"nibble:{OLD}", "nibble:gb10")
+        made.machine.run("podman", "secret", "create", "nibble_api_key", "-", stdin=KEY)
+        made.machine.write(UNIT, unit())
+        service = Service(made.machine, made.port)
+        service.configure()
+        yield service
 
 
 def unit() -> str:
@@ -206,7 +191,7 @@ def test_stop_lets_a_streaming_answer_finish(service: Service) -> None:
     service.stop()
     quick = ("VLLM_EXTRA_ARGS=--enforce-eager", "NIBBLE_REFERENCE=off", "NIBBLE_CANARY=off")
     lines = [f"Environment={setting}" for setting in quick]
-    service.configure("Volume=/slow-model:/slow-model:ro", *lines, model="/slow-model")
+    service.configure(f"Volume={SLOW_MODEL}:{SLOW_MODEL}:ro", *lines, model=SLOW_MODEL)
     service.start()
     payload = {"model": "default", "prompt": "hello", "max_tokens": 200, "ignore_eos": True}
     chunks: list[dict[str, Any]] = []

@@ -12,7 +12,9 @@ import pytest
 
 from nibble.machine.hardware import Hardware
 from nibble.plan import gather
+from tests.support.hardware import HOPPER, SM120
 from tests.support.servers.hub import Hub
+from tests.support.tried_machine import Machine
 
 
 @pytest.fixture
@@ -32,3 +34,15 @@ def environ(hub: Hub, tmp_path: Path) -> dict[str, str]:
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], None]:
     """Plan on the machine that it is given."""
     return lambda hardware: monkeypatch.setattr(gather, "detect", lambda environ: hardware)
+
+
+@pytest.fixture
+def blackwell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This machine as one with an SM120 GPU that trials can use."""
+    return Machine(tmp_path, monkeypatch, SM120)
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The same with a Hopper GPU."""
+    return Machine(tmp_path, monkeypatch, HOPPER)

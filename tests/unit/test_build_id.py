@@ -83,7 +83,7 @@ def test_a_change_in_nibbles_code_is_another_build_and_keeps_the_caches(
     assert [part for part in parts if parts[part] != here[2][part]] == ["nibble"]
 
 
-@pytest.mark.parametrize("file", ["plugin/dense.py", "contract.py"])
+@pytest.mark.parametrize("file", ["plugin/dense.py", "contract/report.py"])
 def test_a_change_in_the_vllm_plugin_is_another_build_with_caches_of_its_own(
     file: str, here: tuple[str, str, dict[str, str]], tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ from nibble.checkpoint import (
     LayerMemory,
     layers,
     read_checkpoint,
-    sequence_breakdown,
     sequence_memory,
     sequence_memory_bytes,
 )
@@ -176,8 +175,6 @@ def test_auto_means_the_declared_cache_type(tmp_path: Path) -> None:
         str(write_checkpoint(tmp_path / "m", config={"quantization_config": quantization})),
         environ={},
     )
-    auto, explicit = sequence_breakdown(found, 64), sequence_breakdown(found, 64, "fp8")
-    assert auto == explicit
-    assert sequence_memory_bytes(found, 64, "bfloat16") == 2 * (
-        sequence_memory_bytes(found, 64) or 0
-    )
+    declared = sequence_memory_bytes(found, 64)
+    assert declared is not None and declared == sequence_memory_bytes(found, 64, "fp8")
+    assert sequence_memory_bytes(found, 64, "bfloat16") == 2 * declared

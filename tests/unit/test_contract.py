@@ -1,4 +1,4 @@
-"""What nibble and its vLLM plugin agree on: names and shapes of nibble/engine/contract.py."""
+"""What nibble and its vLLM plugin agree on: names and shapes of nibble/engine/contract."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 
 from nibble.canary import agreement, kernels
 from nibble.engine import contract
-from nibble.engine.contract import InsidePoint, KernelsUsed, Options, PulseRecord
+from nibble.engine.contract import Options, pulse, reference, report
+from nibble.engine.contract.pulse import PulseRecord
+from nibble.engine.contract.reference import InsidePoint
+from nibble.engine.contract.report import KernelsUsed
 from nibble.settings.options import Settings
 from tests.support.paths import ROOT
-
-CONTRACT = ROOT / "nibble/engine/contract.py"
 
 
 def imported_by(statement: str) -> list[str]:
@@ -33,7 +34,16 @@ def imported_by(statement: str) -> list[str]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("module", ["contract", "plugin", "plugin.tokenmonster"])
+MODULES = [
+    "contract.pulse",
+    "contract.reference",
+    "contract.report",
+    "plugin",
+    "plugin.tokenmonster",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_a_process_of_vllms_gets_nothing_of_nibble_but_the_contract_and_the_plugin(
     module: str,
 ) -> None:
@@ -114,14 +124,14 @@ def test_a_name_of_a_point_within_a_layer_is_read_as_it_was_written() -> None:
     point = InsidePoint(12, 3, ["self_attn.q_proj", "self_attn.k_proj"])
     assert point.key == "inside:12:3:self_attn.q_proj,self_attn.k_proj"
     assert InsidePoint.from_key(point.key) == point
-    for other in (contract.inside_noise(12), contract.norm_key("a.norm.weight"), "inputs"):
+    for other in (reference.inside_noise(12), reference.norm_key("a.norm.weight"), "inputs"):
         assert InsidePoint.from_key(other) is None
-    assert contract.norm_name(contract.norm_key("a.norm.weight")) == "a.norm.weight"
-    assert contract.norm_name(point.key) == ""
+    assert reference.norm_name(reference.norm_key("a.norm.weight")) == "a.norm.weight"
+    assert reference.norm_name(point.key) == ""
 
 
 def test_a_pulse_is_read_as_it_was_written() -> None:
-    record, memory = PulseRecord(7, contract.CALL, True, 9, 3, 512), bytearray(contract.PULSE_BYTES)
+    record, memory = PulseRecord(7, pulse.CALL, True, 9, 3, 512), bytearray(pulse.PULSE_BYTES)
     record.write(memory)
     assert memory.hex() == "6e626c70756c7331" + "07000000" + "0201" + "0000" + "".join(
         number.to_bytes(8, "little").hex() for number in (9, 3, 512)
@@ -131,9 +141,9 @@ def test_a_pulse_is_read_as_it_was_written() -> None:
 
 
 def test_the_process_of_a_report_is_in_its_name() -> None:
-    name = contract.worker_report(4711)
-    assert name == "worker-4711.json" and Path(name).match(contract.WORKER_REPORTS)
-    assert contract.reporting_pid(Path("/x") / name) == "4711"
+    name = report.worker_report(4711)
+    assert name == "worker-4711.json" and Path(name).match(report.WORKER_REPORTS)
+    assert report.reporting_pid(Path("/x") / name) == "4711"
 
 
 def test_formats_are_those_of_the_layers_with_weights() -> None:
@@ -142,4 +152,4 @@ def test_formats_are_those_of_the_layers_with_weights() -> None:
         {"part": "moe", "activations": ["plain"]},
         {"part": "attention", "activations": ["fp8"]},
     ]
-    assert contract.formats_of(checks) == {"bf16", "fp4", "plain"}
+    assert report.formats_of(checks) == {"bf16", "fp4", "plain"}

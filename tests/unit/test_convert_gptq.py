@@ -1,7 +1,7 @@
 """`nibble convert --method gptq`: what it needs, what it refuses, and what it takes over.
 
 llm-compressor lives in another environment; a program of the same interface stands in its place.
-`tests/e2e/test_gptq.py` runs the real one where it is installed.
+`benchmarks/real_model_quality.py` runs the real one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.plan import Plan
 from nibble.serve import first_trials
 from nibble.trials.trial import Outcome, Verdict
-from tests.support.hardware import HOPPER, SM120
 from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, stacked, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 from tests.support.tried_machine import Machine
@@ -48,16 +47,6 @@ def write_experts(folder: Path, form: str = "w4a16", gated: bool = True) -> Path
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
     return write_experts(tmp_path / "experts")
-
-
-@pytest.fixture
-def blackwell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch, SM120)
-
-
-@pytest.fixture
-def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch, HOPPER)
 
 
 def kernel(found: Plan) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nibble.engine.contract import CALL, IDLE, STEP
+from nibble.engine.contract.pulse import CALL, IDLE, STEP
 from nibble.engine.pulse import Pulse
 from nibble.serve.hang.rules import EXCUSED_FACTOR, Look, Seen, Stall, Stalls, excuse
 

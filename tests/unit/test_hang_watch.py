@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from nibble.engine.api import Api
-from nibble.engine.contract import HEALTH, IDLE, PULSE_BYTES, STEP
+from nibble.engine.contract.pulse import HEALTH, IDLE, PULSE_BYTES, STEP
 from nibble.engine.plugin import pulse as plugin
 from nibble.engine.pulse import Pulse, read_pulses
 from nibble.engine.stack_dump import dump_stacks

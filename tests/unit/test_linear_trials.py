@@ -18,7 +18,7 @@ from nibble.serve import first_trials
 from nibble.trials import tune as tune_module
 from nibble.trials.catalog import OURS
 from nibble.trials.trial import Outcome, Verdict, shape_name
-from tests.support.hardware import HOPPER, SM120
+from tests.support.hardware import HOPPER
 from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 from tests.support.tried_machine import Machine
@@ -43,16 +43,6 @@ def w4a16(tmp_path: Path) -> Path:
 @pytest.fixture
 def w4a4(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "w4a4", tensors("nvfp4"), W4A4)
-
-
-@pytest.fixture
-def blackwell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch, SM120)
-
-
-@pytest.fixture
-def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch, HOPPER)
 
 
 def options(found: Plan) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from nibble.machine.paths import root
-from nibble.recipes.lint import lint, resolutions
+from nibble.recipes.lint import lint
 from nibble.recipes.recipe import Problem, load_recipe
+from nibble.recipes.resolution import resolutions
 
 CLEAN = """
 [model]

@@ -21,7 +21,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.hub import packaged
 from nibble.hub.files import CANARY_FILE
 from nibble.hub.packaged import DEFAULT_MODEL, EMBEDDED_MODEL, SMOLLM2, PackagedModel, fetch
-from nibble.hub.pull import Progress
+from nibble.hub.progress import Progress
 from nibble.plan.gather import local_model, plan_for, read_wishes, with_default_model
 from nibble.plan.plan import Plan
 from tests.support.models.tiny_model import write_model

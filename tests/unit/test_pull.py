@@ -20,7 +20,8 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.hub import pull as pull_module
 from nibble.hub.access import access
 from nibble.hub.files import RemoteFile, cached_snapshot, missing_weights, select
-from nibble.hub.pull import Progress, as_lines, check_disk, pull
+from nibble.hub.progress import Progress, as_lines
+from nibble.hub.pull import check_disk, pull
 from tests.support.other_users import open_to_others
 from tests.support.refusals import refusal_of
 from tests.support.servers.hub import GOOD_TOKEN, OTHER_TOKEN, Hub, Repo

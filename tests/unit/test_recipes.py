@@ -8,7 +8,8 @@ import pytest
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
-from nibble.recipes.recipe import Recipe, list_recipes, load_recipe, resolve
+from nibble.recipes.recipe import Recipe, list_recipes, load_recipe
+from nibble.recipes.resolution import resolve
 
 LAYERED = """
 [model]

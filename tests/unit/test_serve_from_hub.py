@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from nibble.cli import on_disk
 from nibble.cli import serve as serve_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import cache_dir
@@ -112,8 +113,8 @@ def test_a_draft_that_comes_down_beside_a_model_on_disk_shows_in_status(
             seen.append(json.load(reply))
         return real(*given)
 
-    real = serve_module.pull
-    monkeypatch.setattr(serve_module, "pull", pull)
+    real = on_disk.pull
+    monkeypatch.setattr(on_disk, "pull", pull)
     model = write_model(tmp_path / "mine")
     config = '{"method": "draft_model", "model": "acme/draft", "num_speculative_tokens": 2}'
     assert serve_module.serve([str(model), "--speculative-config", config], environ) == 0

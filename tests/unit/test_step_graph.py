@@ -12,7 +12,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from nibble.engine.contract import PULSE_FOLDER, STEP_REASONS, StepCounts, StepPath, steps_file
+from nibble.engine.contract import PULSE_FOLDER
+from nibble.engine.contract.pulse import STEP_REASONS, StepCounts, StepPath, steps_file
 from nibble.engine.plugin.step_graph.counts import Counter, pulse_folder, read_counts, report_metric
 from nibble.engine.plugin.step_graph.qualify import (
     STEADY,

@@ -7,7 +7,7 @@ import pytest
 from nibble.engine.schema import load_schema
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import TARGET_NAMES, load_target, target_for_capability
-from nibble.recipes.lint import ECOSYSTEM_PREFIXES
+from nibble.recipes.schema_checks import ECOSYSTEM_PREFIXES
 
 
 @pytest.mark.parametrize("name", TARGET_NAMES)

@@ -44,7 +44,7 @@ from nibble.checkpoint.source import FolderSource, read_json
 from nibble.checkpoint.verify import check_scales
 from nibble.checkpoint.weights import kind_of
 from nibble.errors import ExitCode, NibbleError
-from nibble.hub.pull import OnProgress
+from nibble.hub.progress import OnProgress
 
 _SOURCE_LAYOUTS: Mapping[str, Layout] = {
     "modelopt": "modelopt",

@@ -28,7 +28,6 @@ PACKAGE, VERSION = "llmcompressor", "0.14.0.1"
 ROW_TOKENS = 512
 ROWS = 32  # 16,384 tokens: ten for each input feature of the widest layer of a 135M model
 LEAST_ROWS = 8
-LOG_LINES = 40
 
 
 def check_modules(parts: Mapping[str, tuple[Part, ...]], option: str = "--method gptq") -> None:

@@ -20,7 +20,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.hub.access import access, is_model_id
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE, cached_snapshot
 from nibble.hub.packaged import PACKAGED, not_here, packaged_here
-from nibble.hub.pull import OnProgress, Progress
+from nibble.hub.progress import OnProgress, Progress
 from nibble.machine.paths import cache_dir, demo_models
 
 

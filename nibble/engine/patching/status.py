@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nibble.engine.patching.apply import RECORD_FOLDER, PatchState, patch_states, unit
 from nibble.engine.patching.probe import Finding, Row
 from nibble.engine.patching.run import Result, probe_names, probes_folder, rows, run
-from nibble.engine.patching.series import Series, load_series
+from nibble.engine.patching.series import load_series
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.errors import ExitCode, NibbleError
 
@@ -181,16 +181,3 @@ def _report_key(tree: Tree) -> str:
     files = sorted([*folder.rglob("*.py"), *folder.rglob("*.patch"), *folder.rglob("series")])
     content = b"".join(path.read_bytes() for path in files)
     return hashlib.sha256(tree.version.encode() + content).hexdigest()
-
-
-def patch_summary(series: Series, states: Mapping[str, PatchState]) -> list[dict[str, Any]]:
-    """The patches with their state, as plain data."""
-    return [
-        {
-            "name": patch.name,
-            "state": states[patch.name],
-            "summary": patch.summary,
-            "paths": list(patch.paths),
-        }
-        for patch in series.patches
-    ]

@@ -1,6 +1,6 @@
 """Reports the progress of each vLLM process to the hang watch of nibble's supervisor.
 
-Each process writes a few bytes into a file (contract.PulseRecord). This happens only if
+Each process writes a few bytes into a file (contract.pulse.PulseRecord). This happens only if
 NIBBLE_PULSE names a folder on this machine. The engine core writes before and after each step and
 each request of its loop (a few microseconds each); the API server writes when it passes a request
 on and when it receives answers. SIGUSR2 makes a process write the Python stacks of all threads into
@@ -21,12 +21,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nibble.engine.contract import (
+from nibble.engine.contract import PULSE_FOLDER
+from nibble.engine.contract.pulse import (
     CALL,
     HEALTH,
     IDLE,
     PULSE_BYTES,
-    PULSE_FOLDER,
     STACKS_SIGNAL,
     STEP,
     PulseRecord,
@@ -43,7 +43,7 @@ _INSPECTION = "vllm.model_executor.models.registry"
 
 
 class Pulse:
-    """The pulse file of one process. Set the fields of contract.PulseRecord, then call `write`."""
+    """The pulse file of a process: set the fields of a PulseRecord, then call `write`."""
 
     def __init__(self, path: Path) -> None:
         self.doing, self.paused, self.turns, self.requests, self.tokens = IDLE, False, 0, 0, 0

@@ -15,7 +15,7 @@ from typing import Literal
 
 import psutil
 
-from nibble.engine.contract import CALL, IDLE, STEP
+from nibble.engine.contract.pulse import CALL, IDLE, STEP
 from nibble.engine.pulse import Pulse
 
 MAX_GAP_S = 10.0

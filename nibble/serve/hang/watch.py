@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from nibble.engine.api import Api
-from nibble.engine.contract import HEALTH, PULSE_FOLDER
+from nibble.engine.contract import PULSE_FOLDER
+from nibble.engine.contract.pulse import HEALTH
 from nibble.engine.pulse import read_pulses
 from nibble.engine.stack_dump import dump_stacks
 from nibble.machine.process_table import Process, engine_title, family

@@ -26,7 +26,8 @@ def main() -> None:
     enter_world("cpu")
     torch.set_default_dtype(torch.float32)
     _as_on_an_h200()
-    print(json.dumps([_finding(case) for case in json.load(sys.stdin)]), flush=True)
+    for case in json.load(sys.stdin):
+        print("FOUND", json.dumps(_finding(case)), flush=True)
     os._exit(0)
 
 

@@ -6,6 +6,7 @@ Made for SM12x. Other GPUs emulate its products, which is for tests: docs/kernel
 from __future__ import annotations
 
 import math
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -101,26 +102,24 @@ def nvfp4_w4a4_product(
     return _product(*tensors, global_scale, column_scale, bias, silu_mul, half)
 
 
+class ProductOptions(TypedDict, total=False):
+    """Options of nvfp4_w4a4_product, which describes them."""
+
+    column_scale: Tensor | None
+    bias: Tensor | None
+    silu_mul: bool
+
+
 def nvfp4_w4a4_linear(
     x: Tensor,
     input_scale_inv: Tensor,
     weight: PreparedWeight,
     global_scale: float,
-    *,
-    column_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    silu_mul: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Tensor:
     """nvfp4_w4a4_product of nvfp4_quant(x, input_scale_inv)."""
-    return nvfp4_w4a4_product(
-        *nvfp4_quant(x, input_scale_inv),
-        weight,
-        global_scale,
-        x.dtype,
-        column_scale=column_scale,
-        bias=bias,
-        silu_mul=silu_mul,
-    )
+    quantized = nvfp4_quant(x, input_scale_inv)
+    return nvfp4_w4a4_product(*quantized, weight, global_scale, x.dtype, **options)
 
 
 def silu_mul_nvfp4_w4a4_linear(
@@ -128,19 +127,11 @@ def silu_mul_nvfp4_w4a4_linear(
     input_scale_inv: Tensor,
     weight: PreparedWeight,
     global_scale: float,
-    *,
-    column_scale: Tensor | None = None,
-    bias: Tensor | None = None,
+    **options: Unpack[ProductOptions],
 ) -> Tensor:
     """nvfp4_w4a4_product of silu(gate) · up, for x [..., gate | up]: one kernel quantizes both."""
-    return nvfp4_w4a4_product(
-        *silu_mul_nvfp4_quant(x, input_scale_inv),
-        weight,
-        global_scale,
-        x.dtype,
-        column_scale=column_scale,
-        bias=bias,
-    )
+    quantized = silu_mul_nvfp4_quant(x, input_scale_inv)
+    return nvfp4_w4a4_product(*quantized, weight, global_scale, x.dtype, **options)
 
 
 def add_rmsnorm_nvfp4_w4a4_linear(
@@ -151,23 +142,11 @@ def add_rmsnorm_nvfp4_w4a4_linear(
     epsilon: float,
     weight: PreparedWeight,
     global_scale: float,
-    *,
-    column_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    silu_mul: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> tuple[Tensor, Tensor]:
     """nvfp4_w4a4_product of RMSNorm(x + residual) · norm_weight, and x + residual."""
     codes, scales, total = add_rmsnorm_nvfp4_quant(
         x, residual, norm_weight, input_scale_inv, epsilon
     )
-    y = nvfp4_w4a4_product(
-        codes,
-        scales,
-        weight,
-        global_scale,
-        x.dtype,
-        column_scale=column_scale,
-        bias=bias,
-        silu_mul=silu_mul,
-    )
+    y = nvfp4_w4a4_product(codes, scales, weight, global_scale, x.dtype, **options)
     return y, total

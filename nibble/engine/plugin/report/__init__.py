@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nibble.engine.contract import (
-    REFERENCES,
-    REFERENCES_PENDING,
-    REPORT_FOLDER,
+from nibble.engine.contract import REPORT_FOLDER
+from nibble.engine.contract.reference import REFERENCES, REFERENCES_PENDING, Format
+from nibble.engine.contract.report import (
     Comparison,
-    Format,
     LayerCheck,
     NotCompared,
     WorkerReport,
@@ -76,7 +74,7 @@ def register() -> None:
 
 
 def make_report(worker: Any) -> WorkerReport:
-    """The worker's report; see contract.WorkerReport."""
+    """The worker's report; see contract.report.WorkerReport."""
     from nibble.engine.plugin.report.kernels_used import what_ran
     from nibble.engine.plugin.report.layer_checks import run_checks
 

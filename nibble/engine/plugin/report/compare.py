@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nibble.engine.contract import LayerCheck, Part
+from nibble.engine.contract.report import LayerCheck, Part
 
 # Limits of |y - expected| / |expected| of each row. Rounding to BF16 changes outputs by 0.003, and
 # changed FP4 codes of activations by a few thousandths more. With an FP8 cache, backends may also
@@ -74,7 +74,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def group(results: Iterable[Result]) -> list[LayerCheck]:
-    """One contract.LayerCheck for each part and kind."""
+    """One contract.report.LayerCheck for each part and kind."""
     kinds: dict[tuple[Part, str], list[Result]] = {}
     for result in results:
         kinds.setdefault((result.part, result.kind), []).append(result)

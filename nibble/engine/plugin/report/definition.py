@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nibble.engine.contract import (
+from nibble.engine.contract.reference import norm_name
+from nibble.engine.contract.report import (
     Comparison,
     LayerComparison,
     LayerDifference,
     LogitsComparison,
     NormsComparison,
-    norm_name,
 )
 from nibble.engine.plugin.report.attention import one_request, pass_of_this_worker
 from nibble.engine.plugin.report.inside import Inside, halves, row_errors

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nibble.engine.contract import Halves, InsidePoint, PointComparison, inside_noise
+from nibble.engine.contract.reference import InsidePoint, inside_noise
+from nibble.engine.contract.report import Halves, PointComparison
 
 
 class Inside:

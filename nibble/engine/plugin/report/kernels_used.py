@@ -15,13 +15,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from nibble.engine.contract import KernelsUsed
+from nibble.engine.contract.report import KernelsUsed
 from nibble.engine.plugin.experts import Experts
 from nibble.engine.plugin.layers import kernel_of
 
 
 def what_ran(worker: Any) -> KernelsUsed:
-    """The worker's kernels and settings; see contract.KernelsUsed.
+    """The worker's kernels and settings; see contract.report.KernelsUsed.
 
     The supervisor compares them with its plan, and the workers with each other. Workers with the
     same `stage` have the same layers.

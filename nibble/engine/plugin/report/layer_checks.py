@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from nibble.engine.contract import LayerCheck
+from nibble.engine.contract.report import LayerCheck
 from nibble.engine.plugin.report.attention import attention_results, pass_of_this_worker
 from nibble.engine.plugin.report.compare import Result, compare, group
 from nibble.engine.plugin.report.formats import generator_of

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
 )
 
-from nibble.engine.contract import Part
+from nibble.engine.contract.report import Part
 from nibble.engine.plugin.report.formats import (
     activation_arguments,
     codes_of,

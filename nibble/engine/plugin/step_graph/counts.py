@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nibble.engine.contract import PULSE_FOLDER, STEP_REASONS, StepCounts, steps_file
+from nibble.engine.contract import PULSE_FOLDER
+from nibble.engine.contract.pulse import STEP_REASONS, StepCounts, steps_file
 
 METRIC = "nibble_engine_steps"
 HELP = "Steps of the model, by path (graph, inputs, vllm) and reason; see docs/step_graph.md."

@@ -1,6 +1,6 @@
 """Decides whether a step of the model may run from CUDA graphs. Pure functions.
 
-The first that applies of contract.STEP_REASONS is a step's reason.
+The first that applies of contract.pulse.STEP_REASONS is a step's reason.
 """
 
 from __future__ import annotations

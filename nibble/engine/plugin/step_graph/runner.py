@@ -17,7 +17,8 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import make_cudagraph_stats
 from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
 
-from nibble.engine.contract import STEP_REASONS, Options
+from nibble.engine.contract import Options
+from nibble.engine.contract.pulse import STEP_REASONS
 from nibble.engine.plugin.step_graph.changes import NewBlocks, PinnedRing
 from nibble.engine.plugin.step_graph.counts import Counter, pulse_folder
 from nibble.engine.plugin.step_graph.facts import engine_facts, sampler_tables
