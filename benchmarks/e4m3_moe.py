@@ -12,6 +12,7 @@ torch.sum's over 2 GiB in the same run.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -98,7 +99,7 @@ class Weights:
         device, shape = torch.device("cuda"), self.shape
         if not workspace.is_workspace_manager_initialized():
             workspace.init_workspace_manager(device)
-        config = config_of("auto")
+        config = copy.deepcopy(config_of("auto"))
         config.kernel_config.moe_backend = backend
         with set_current_vllm_config(config), device:
             runner = FusedMoEFactory(
