@@ -48,11 +48,12 @@ class _Matrix(NamedTuple):
 
 
 def has_e4m3_experts(checkpoint: Checkpoint) -> bool:
-    """Whether some experts are E4M3, or may be where no headers were read."""
+    """Whether some experts are E4M3, or may be where no headers were read. Not MXFP8."""
     if not checkpoint.num_experts:
         return False
     if not checkpoint.tensors:
-        return "fp8" in checkpoint.scheme.activations
+        scheme = checkpoint.scheme
+        return "fp8" in scheme.activations and "MXFP8" not in scheme.name.upper()
     return any(True for _ in _e4m3_weights(checkpoint))
 
 
@@ -73,7 +74,9 @@ def _e4m3_weights(checkpoint: Checkpoint) -> Iterable[tuple[str, _Matrix]]:
     for name, tensor in checkpoint.tensors.items():
         module = name.removesuffix(".weight")
         is_expert = EXPERT.match(module) or STACKED_EXPERTS.search(module)
-        if tensor.dtype == "F8_E4M3" and is_expert and len(tensor.shape) > 1:
+        scale = checkpoint.tensors.get(f"{name}_scale")
+        is_mxfp8 = scale is not None and scale.dtype == "U8"
+        if tensor.dtype == "F8_E4M3" and is_expert and len(tensor.shape) > 1 and not is_mxfp8:
             yield module, _Matrix(*tensor.shape[-2:])
 
 

@@ -321,6 +321,19 @@ def test_auto_leaves_a_mixed_model_with_e4m3_experts_to_vllm(
     assert not found.expert_kernels.uses
 
 
+def test_mxfp8_experts_have_no_kernel_of_nibbles(hopper: Machine, tmp_path: Path) -> None:
+    weights: dict[str, Any] = {"model.embed_tokens.weight": ("BF16", [128, 64])}
+    for expert in range(4):
+        for part, rows, columns in (("up_proj", 32, 64), ("down_proj", 64, 32)):
+            name = f"model.layers.0.mlp.experts.{expert}.{part}"
+            weights[f"{name}.weight"] = ("F8_E4M3", [rows, columns])
+            weights[f"{name}.weight_scale"] = ("U8", [rows, columns // 32])
+    config = MOE | {"quantization_config": FP8 | {"quant_algo": "MXFP8"}}
+    model = write_checkpoint(tmp_path / "mxfp8", weights, config)
+    with pytest.raises(NibbleError, match="needs an NVFP4 checkpoint or E4M3 experts"):
+        hopper.plan(model, "--moe-kernel", "nibble")
+
+
 def test_e4m3_experts_with_eplb_are_refused(hopper: Machine, tmp_path: Path) -> None:
     model = write_experts(tmp_path / "fp8", "fp8")
     words = ["--moe-kernel", "nibble", "--enable-expert-parallel", "--enable-eplb"]
