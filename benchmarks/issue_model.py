@@ -90,6 +90,16 @@ LOOPS = (
     *_decode("experts", "nvfp4_moe", (1, 2)),
     *(
         Loop(
+            f"E4M3 experts, {8 * n} tokens",
+            "nvfp4_moe/decode.cu",
+            f"E4m3OperandE.*FormILb1ELj{n}E",
+            "HMMA",
+            2056,  # a tile with its two scales
+        )
+        for n in (1, 2)
+    ),
+    *(
+        Loop(
             f"W4A4, {n} tokens a tile",
             "nvfp4_linear/w4a4.cu",
             f"bfloat16.*FormILj{n}E",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nibble.engine.contract import GPU_EXPERTS, GPU_LINEAR, OUR_CLASSES
+from nibble.engine.contract import GPU_E4M3_EXPERTS, GPU_EXPERTS, GPU_LINEAR, OUR_CLASSES
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
@@ -31,7 +31,7 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # Parts of the names of vLLM 0.32's fallbacks: EmulationNvFp4LinearKernel,
 # NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
-OUR_KERNELS = {"linear": (GPU_LINEAR,), "moe": GPU_EXPERTS}
+OUR_KERNELS = {"linear": (GPU_LINEAR,), "moe": (*GPU_EXPERTS, *GPU_E4M3_EXPERTS)}
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 

@@ -1,4 +1,4 @@
-"""--moe-kernel: which kernel computes NVFP4 experts with BF16 activations. Pure.
+"""--moe-kernel: which kernel computes NVFP4 and E4M3 experts with BF16 activations. Pure.
 
 The vLLM plugin gets `nibble`, or no value, which means vLLM's choice (nvfp4_options.py).
 """
@@ -13,7 +13,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.engine.contract import CONFIG_KEY
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Choices, values_of
-from nibble.plan.expert_shapes import expert_uses, expert_weights
+from nibble.plan.expert_shapes import expert_uses, expert_weights, has_e4m3_experts
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
@@ -35,8 +35,10 @@ _OBSTACLES = {
 def choose_expert_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> PartKernels:
     """The kernel of NVFP4 experts, from the settings, then from trials on this machine."""
     checkpoint, values = inputs.checkpoint, values_of(args)
-    if inputs.target.device != "cuda" or checkpoint is None or not _has_experts(checkpoint):
+    if inputs.target.device != "cuda" or checkpoint is None:
         return PartKernels()
+    if not _has_experts(checkpoint):
+        return PartKernels(_of_e4m3(inputs, args, checkpoint))
     choice, is_set = _chosen(inputs, args), "moe_kernel" in asked(values)
     setting = inputs.loaded.settings.moe_kernel
     if inputs.trials is None or in_effect("--moe-backend", values) != "auto":
@@ -51,6 +53,14 @@ def choose_expert_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Part
     most_rows = int(values.get("--max-num-seqs") or DEFAULT_SEQUENCES)
     found = _by_trials(inputs, uses, choice, most_rows)
     return replace(found, uses=uses, tries_ours=True, is_timed=True)
+
+
+def _of_e4m3(
+    inputs: PlanInputs, args: Mapping[str, Choice], checkpoint: Checkpoint
+) -> Choice | None:
+    """nibble's kernel of E4M3 experts only where the user sets it: it has not been measured."""
+    choice = _chosen(inputs, args) if has_e4m3_experts(checkpoint) else None
+    return choice if choice is not None and choice.value == "nibble" else None
 
 
 def _by_trials(inputs: PlanInputs, uses: Any, choice: Choice, most_rows: int) -> PartKernels:
@@ -139,6 +149,8 @@ def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
         return f"--moe-backend {backend} names another kernel"
     if inputs.without_gpu_kernels:
         return inputs.without_gpu_kernels
+    if has_e4m3_experts(checkpoint):
+        return "nibble's kernel of E4M3 experts has not been measured"
     if inputs.target.features.has_fp4_mma and "fp4" in checkpoint.scheme.activations:
         return f"{inputs.target.name} multiplies FP4 activations, which nibble's kernel leaves"
     if is_batch_invariant(inputs.environ):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.expert_kernel import uses_our_experts
-from nibble.plan.expert_shapes import expert_uses
+from nibble.plan.expert_shapes import e4m3_shapes, expert_uses
 from nibble.plan.inputs import PlanInputs
 from nibble.trials.trial import Shape
 
@@ -42,7 +42,8 @@ def experts_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> i
     uses = expert_uses(checkpoint, values, "bf16")
     is_hopper = any(gpu.capability == HOPPER for gpu in inputs.hardware.gpus)
     of_shape = tiles_bytes if is_hopper else dequantized_bytes
-    return max((of_shape(use.shape, tokens) for use in uses), default=0)
+    e4m3 = (e4m3_bytes(shape, tokens) for shape in e4m3_shapes(checkpoint, values))
+    return max((*(of_shape(use.shape, tokens) for use in uses), *e4m3), default=0)
 
 
 def tiles_bytes(shape: Shape, tokens: int) -> int:
@@ -62,6 +63,15 @@ def tiles_bytes(shape: Shape, tokens: int) -> int:
         _Part(1, 8),
     ]
     return sum(part.nbytes for part in parts)
+
+
+def e4m3_bytes(shape: Shape, tokens: int) -> int:
+    """E4M3 experts on every GPU: the larger weight of all experts, in BF16 and once more as it is
+    stored, and the pairs' rows beside it, whose sums are in float32.
+    """
+    experts, chosen, hidden, intermediate, halves = shape
+    weight = experts * halves * intermediate * hidden * (BF16_BYTES + 1)
+    return weight + tokens * chosen * 3 * (2 * hidden + (halves + 1) * intermediate) * BF16_BYTES
 
 
 def dequantized_bytes(shape: Shape, tokens: int) -> int:

@@ -17,6 +17,7 @@ from nibble.engine.contract import given_options
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.choice import OURS, Flags
+from nibble.plan.expert_shapes import has_e4m3_experts
 from nibble.recipes.rules import NESTED, in_effect
 
 REASON = "for nibble's vLLM plugin"
@@ -107,11 +108,12 @@ def _check_our_kernel(
     if checkpoint is None:
         return
     scheme = checkpoint.scheme
-    if not (scheme.is_nvfp4 or (part == "linear" and scheme.vllm_quantization == "quartet2")):
-        what = f"{option_set} needs an NVFP4 checkpoint, but {checkpoint.id} is {scheme.name}"
-        raise NibbleError(
-            ExitCode.CONFIG, what=what, expected="an NVFP4 checkpoint", action=unset_it
-        )
+    is_quartet2 = part == "linear" and scheme.vllm_quantization == "quartet2"
+    is_e4m3 = part == "moe" and has_e4m3_experts(checkpoint)
+    if not (scheme.is_nvfp4 or is_quartet2 or is_e4m3):
+        expected = "an NVFP4 checkpoint" + (" or E4M3 experts" if part == "moe" else "")
+        what = f"{option_set} needs {expected}, but {checkpoint.id} is {scheme.name}"
+        raise NibbleError(ExitCode.CONFIG, what=what, expected=expected, action=unset_it)
     if part == "moe" and not checkpoint.num_experts:
         raise NibbleError(
             ExitCode.CONFIG,

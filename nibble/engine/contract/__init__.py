@@ -119,8 +119,15 @@ def given_options(additional: object) -> Mapping[str, Any]:
 CPU_LINEAR, GPU_LINEAR = "CpuNvFp4LinearKernel", "NibbleNvFp4LinearKernel"
 CPU_EXPERTS = ("CpuModelOptNvFp4MoE", "CpuCompressedTensorsNvFp4MoE")
 GPU_EXPERTS = ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE")
+GPU_E4M3_EXPERTS = (
+    "NibbleModelOptFp8MoE",
+    "NibbleFp8MoE",
+    "NibbleCompressedTensorsFp8MoE",
+)
 QUARTET2_LINEAR = "Quartet2LinearMethod"
-OUR_CLASSES = frozenset({CPU_LINEAR, GPU_LINEAR, *CPU_EXPERTS, *GPU_EXPERTS, QUARTET2_LINEAR})
+OUR_CLASSES = frozenset(
+    {CPU_LINEAR, GPU_LINEAR, *CPU_EXPERTS, *GPU_EXPERTS, *GPU_E4M3_EXPERTS, QUARTET2_LINEAR}
+)
 
 Class = TypeVar("Class", bound=type)
 

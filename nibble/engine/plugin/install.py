@@ -24,6 +24,7 @@ from nibble.engine.plugin import (
     cpu_router,
     cpu_seeds,
     dense,
+    e4m3,
     fuse_silu,
     kernels,
     lm_head,
@@ -80,3 +81,4 @@ def _install_experts() -> None:
     replace(modelopt, "ModelOptNvFp4FusedMoE", modelopt_moe)
     replace(modelopt.ModelOptNvFp4Config, "FusedMoEMethodCls", modelopt_moe)
     replace(compressed_tensors_moe, "CompressedTensorsW4A4Nvfp4MoEMethod", compressed_moe)
+    e4m3.install_experts()

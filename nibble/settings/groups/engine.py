@@ -151,7 +151,7 @@ class EngineOptions(BaseModel):
     moe_kernel: Literal["auto", contract.Kernel] = option(
         "auto",
         "Engine",
-        "Kernel for NVFP4 experts with BF16 activations on a GPU: `vllm` (vLLM's choice),"
+        "Kernel for NVFP4 and E4M3 experts with BF16 activations on a GPU: `vllm` (vLLM's choice),"
         " `nibble` or `auto`, which is vLLM's choice, and after trials on this machine the faster"
         " one (docs/selftest.md).",
         "NIBBLE_MOE_KERNEL",

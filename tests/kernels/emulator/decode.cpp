@@ -74,6 +74,7 @@ extern "C" void multiply_experts_on_the_host(const void* x, const void* codes, c
   const Experts experts{static_cast<const int32_t*>(ids),
                         static_cast<const float*>(weights),
                         static_cast<const float*>(global_scales),
+                        nullptr,
                         pairs,
                         count,
                         pairs_per_input};

@@ -25,13 +25,13 @@ def main() -> None:
 
     enter_world("cpu")
     torch.set_default_dtype(torch.float32)
-    _as_on_an_h200()
+    as_on_an_h200()
     for case in json.load(sys.stdin):
         print("FOUND", json.dumps(_finding(case)), flush=True)
     os._exit(0)
 
 
-def _as_on_an_h200() -> None:
+def as_on_an_h200() -> None:
     from vllm.model_executor.layers.fused_moe import config as fused_moe
 
     from nibble.engine.plugin import cuda

@@ -1,4 +1,4 @@
-// The decode kernel: few rows of activations times an NVFP4 weight, at the speed at which the weight can be
+// The decode kernel: few rows of activations times an NVFP4 or E4M3 weight, at the speed at which the weight can be
 // read. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
 //
 // A thread block has whole groups of 16 weight rows, and its warps share their
@@ -43,6 +43,40 @@ struct InOrder {
   __device__ __forceinline__ uint32_t input(uint32_t token) const { return token; }
   __device__ __forceinline__ uint32_t output(uint32_t token) const { return token; }
   __device__ __forceinline__ float weight(uint32_t) const { return 1.0f; }
+};
+
+// A lane's rows of a tile as operands, eight columns at a time.
+template <class Operand>
+struct Decoder {
+  const Fragment& tile;
+  uint32_t scales[4];
+
+  __device__ __forceinline__ explicit Decoder(const Fragment& tile) : tile(tile) {
+    Operand::scales(tile.scales, scales);
+  }
+  __device__ __forceinline__ void decode(uint32_t piece, uint32_t (&upper)[4], uint32_t (&lower)[4]) const {
+    Operand::decode(word(tile.upper, piece), upper);
+    Operand::decode(word(tile.lower, piece), lower);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      upper[i] = Operand::multiply(upper[i], scales[piece / 2]);
+      lower[i] = Operand::multiply(lower[i], scales[2 + piece / 2]);
+    }
+  }
+};
+template <>
+struct Decoder<E4m3Operand> {
+  const ByteFragment& tile;
+
+  __device__ __forceinline__ explicit Decoder(const ByteFragment& tile) : tile(tile) {}
+  __device__ __forceinline__ void decode(uint32_t piece, uint32_t (&upper)[4], uint32_t (&lower)[4]) const {
+    const uint4 &above = tile.upper[piece / 2], &below = tile.lower[piece / 2];
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      E4m3Operand::decode(word(above, piece % 2 * 2 + i), upper[2 * i], upper[2 * i + 1]);
+      E4m3Operand::decode(word(below, piece % 2 * 2 + i), lower[2 * i], lower[2 * i + 1]);
+    }
+  }
 };
 
 template <class T, class Operand, class Form, class Rows = InOrder>
@@ -152,11 +186,25 @@ struct Multiplier {
     return make_uint4(convert(elements.x), convert(elements.y), convert(elements.z), convert(elements.w));
   }
 
-  // `even` and `odd`: this lane's first and second piece of x.
+  // The sums of an E4M3 tile are scaled as they are, in float32.
+  __device__ __forceinline__ void multiply(const ByteFragment& tile, const uint4* even, const uint4* odd,
+                                           Sums& sums) const {
+    Sums own = {};
+    multiply(Decoder<Operand>(tile), even, odd, own);
+#pragma unroll
+    for (uint32_t i = 0; i < kTokenGroups; ++i) {
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k) sums[i][k] += own[i][k] * (k < 2 ? tile.scales.x : tile.scales.y);
+    }
+  }
   __device__ __forceinline__ void multiply(const Fragment& tile, const uint4* even, const uint4* odd,
                                            Sums& sums) const {
-    uint32_t scales[4];
-    Operand::scales(tile.scales, scales);
+    multiply(Decoder<Operand>(tile), even, odd, sums);
+  }
+
+  // `even` and `odd`: this lane's first and second piece of x.
+  __device__ __forceinline__ void multiply(const Decoder<Operand>& weight, const uint4* even,
+                                           const uint4* odd, Sums& sums) const {
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       uint4 b[kTokenGroups];
@@ -164,13 +212,7 @@ struct Multiplier {
       for (uint32_t i = 0; i < kTokenGroups; ++i)
         b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * kXRow)];
       uint32_t upper[4], lower[4];
-      Operand::decode(word(tile.upper, piece), upper);
-      Operand::decode(word(tile.lower, piece), lower);
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        upper[i] = Operand::multiply(upper[i], scales[piece / 2]);
-        lower[i] = Operand::multiply(lower[i], scales[2 + piece / 2]);
-      }
+      weight.decode(piece, upper, lower);
 #pragma unroll
       for (uint32_t i = 0; i < kTokenGroups; ++i) {
         Operand::mma(sums[i], upper[0], lower[0], upper[1], lower[1], b[i].x, b[i].y);
@@ -200,7 +242,7 @@ struct Multiplier {
       Sums sums = {};
 #pragma unroll 1
       for (uint32_t i = part; i != 0; --i) {
-        const Fragment tile = ring.take();
+        const auto tile = ring.take();
         multiply(tile, even, odd, sums);
         ring.replace();
         even += x_chunk;

@@ -1,4 +1,4 @@
-// The way of an NVFP4 weight to the decode kernel's warps.
+// The way of a weight to the decode kernel's warps.
 #pragma once
 
 #include "nvfp4_linear/work.cuh"
@@ -11,6 +11,66 @@ struct Fragment {
   uint32_t scales;
 };
 
+// The same columns and rows of an E4M3 weight, 16 columns each, and the scales of the tile's upper and lower
+// rows.
+struct ByteFragment {
+  uint4 upper[2], lower[2];
+  float2 scales;
+};
+
+// A lane's part of the tiles in memory, and of one in shared memory, which begins at its first codes.
+template <class Format>
+struct Tiles;
+
+template <>
+struct Tiles<Nvfp4> {
+  using SharedPlace = instruction::SharedPlace;
+  const uint4* const codes;
+  const uint32_t* const scales;
+
+  __device__ __forceinline__ explicit Tiles(const Problem& p)
+      : codes(p.codes + threadIdx.x % kLanes), scales(p.scales + threadIdx.x % kLanes) {}
+  static __device__ __forceinline__ SharedPlace scale_place(SharedPlace place) {
+    return place + (1024 - threadIdx.x % kLanes * 12);
+  }
+  __device__ __forceinline__ void fetch(SharedPlace place, uint32_t tile) const {
+    const uint4* const from = instruction::element<Nvfp4::kCodes>(codes, tile);
+    instruction::copy_once(place, from);
+    instruction::copy_once(place + 512, from + kLanes);
+    instruction::copy_word(scale_place(place), instruction::element<Nvfp4::kScales>(scales, tile));
+  }
+  static __device__ __forceinline__ Fragment load(SharedPlace place) {
+    return {instruction::load_shared(place), instruction::load_shared(place + 512),
+            instruction::load_shared_word(scale_place(place))};
+  }
+};
+
+template <>
+struct Tiles<E4m3> {
+  using SharedPlace = instruction::SharedPlace;
+  const uint4* const codes;
+  const float2* const scales;
+
+  __device__ __forceinline__ explicit Tiles(const Problem& p)
+      : codes(p.codes + threadIdx.x % kLanes), scales(reinterpret_cast<const float2*>(p.scales)) {}
+  static __device__ __forceinline__ SharedPlace scale_place(SharedPlace place) {
+    return place + (2048 - threadIdx.x % kLanes * 8);
+  }
+  __device__ __forceinline__ void fetch(SharedPlace place, uint32_t tile) const {
+    const uint4* const from = instruction::element<E4m3::kCodes>(codes, tile);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) instruction::copy_once(place + i * 512, from + i * kLanes);
+    instruction::copy_pair(scale_place(place), instruction::element<1>(scales, tile));
+  }
+  static __device__ __forceinline__ ByteFragment load(SharedPlace place) {
+    const SharedPlace scales = scale_place(place);
+    return {{instruction::load_shared(place), instruction::load_shared(place + 512)},
+            {instruction::load_shared(place + 1024), instruction::load_shared(place + 1536)},
+            make_float2(__uint_as_float(instruction::load_shared_word(scales)),
+                        __uint_as_float(instruction::load_shared_word(scales + 4)))};
+  }
+};
+
 // A warp's tiles on their way to shared memory, one after the other as they lie in memory. A lane reads
 // nothing but what it fetched itself.
 template <class Form>
@@ -19,8 +79,7 @@ class Ring {
   __device__ __forceinline__ Ring(const Problem& problem, const Rounds<Form>& rounds, uint8_t* shared)
       : p_(problem),
         rounds_(rounds),
-        codes_(problem.codes + threadIdx.x % kLanes),
-        scales_(problem.scales + threadIdx.x % kLanes) {
+        tiles_(problem) {
     const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     begin_ = instruction::shared_place(shared + warp * (Form::kDepth * kTileBytes) + lane * 16);
     first_chunk_ = rounds.begin;
@@ -34,10 +93,9 @@ class Ring {
   }
 
   // The oldest tile; `replace` must follow.
-  __device__ __forceinline__ Fragment take() const {
+  __device__ __forceinline__ auto take() const {
     instruction::wait_for_copies<Form::kDepth - 1>();
-    return {instruction::load_shared(place_), instruction::load_shared(place_ + 512),
-            instruction::load_shared_word(scale_place())};
+    return Tiles<Format>::load(place_);
   }
 
   __device__ __forceinline__ void replace() {
@@ -46,16 +104,12 @@ class Ring {
   }
 
  private:
-  __device__ __forceinline__ instruction::SharedPlace scale_place() const {
-    return place_ + (1024 - threadIdx.x % kLanes * 12);
-  }
+  using Format = typename Form::Format;
+  static constexpr uint32_t kTileBytes = Format::kTileBytes;
 
   __device__ __forceinline__ void fetch() {
     if (tile_ != run_end_) {
-      const uint4* const codes = instruction::element<2 * kLanes>(codes_, tile_);
-      instruction::copy_once(place_, codes);
-      instruction::copy_once(place_ + 512, codes + kLanes);
-      instruction::copy_word(scale_place(), instruction::element<kLanes>(scales_, tile_));
+      tiles_.fetch(place_, tile_);
       if (++tile_ == run_end_) start_run();
     }
     instruction::end_copies();
@@ -84,8 +138,7 @@ class Ring {
 
   const Problem& p_;
   const Rounds<Form>& rounds_;
-  const uint4* const codes_;
-  const uint32_t* const scales_;
+  const Tiles<Format> tiles_;
   instruction::SharedPlace begin_, place_;
   uint32_t tile_ = 0, run_end_ = 0, done_ = 0, batch_ = 0, first_chunk_ = 0;
   bool over_ = false;

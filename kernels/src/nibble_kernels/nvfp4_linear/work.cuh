@@ -17,10 +17,20 @@ constexpr uint32_t kItems =
     kGroup * kTokenGroup;  // pairs of outputs (r, r + N / 2) of a group and a token group
 constexpr uint32_t kTileBytes = 2 * kGroup * kChunk * 9 / 16;
 
+// How weights lie in memory: of a tile, the codes in 16 bytes and the scales in words. kTileBytes: in shared
+// memory.
+struct Nvfp4 {
+  static constexpr uint32_t kCodes = 2 * kLanes, kScales = kLanes, kTileBytes = decode::kTileBytes;
+};
+// One float32 for the upper rows of a tile and one for the lower; each lane has a copy of both.
+struct E4m3 {
+  static constexpr uint32_t kCodes = 4 * kLanes, kScales = 2, kTileBytes = kCodes * 16 + kLanes * 8;
+};
+
 struct Problem {
   const uint4* x;          // [tokens, columns]
-  const uint4* codes;      // [groups, chunks, 2, 32]: weight.py
-  const uint32_t* scales;  // [groups, chunks, 32]
+  const uint4* codes;      // [groups, chunks, Format::kCodes]: weight.py, e4m3.py
+  const uint32_t* scales;  // [groups, chunks, Format::kScales]
   const float* column_scale;
   const void* bias;
   const void* residual;
@@ -33,8 +43,10 @@ struct Problem {
 };
 
 // kDepth: tiles that a warp has under way. kGroupsPerRound: groups whose sums meet at a time.
-template <bool Small, uint32_t TokenGroups, uint32_t Warps, uint32_t Depth, uint32_t GroupsPerRound>
+template <bool Small, uint32_t TokenGroups, uint32_t Warps, uint32_t Depth, uint32_t GroupsPerRound,
+          class WeightFormat = Nvfp4>
 struct Form {
+  using Format = WeightFormat;
   static constexpr bool kSmall = Small;  // for GPUs with little shared memory
   static constexpr uint32_t kTokenGroups = TokenGroups, kTokens = TokenGroups * kTokenGroup;
   static constexpr uint32_t kWarps = Warps, kThreads = Warps * kLanes, kDepth = Depth;
@@ -43,7 +55,7 @@ struct Form {
       TokenGroups == 1 ? 2 : 1;                                // of a multiprocessor: the next kernel's, too
   static constexpr uint32_t kSums = TokenGroups * 2 * kItems;  // of a group, or of a warp's part of it
   static constexpr uint32_t kSlots = Warps + GroupsPerRound;   // parts of groups in a round
-  static constexpr uint32_t kRingBytes = Warps * Depth * kTileBytes;
+  static constexpr uint32_t kRingBytes = Warps * Depth * Format::kTileBytes;
   static constexpr uint32_t kSlotBytes = kSlots * kSums * sizeof(float);
   static constexpr uint32_t kTotalBytes = GroupsPerRound * kSums * sizeof(float);
   static constexpr uint32_t kEndBytes = GroupsPerRound * 2 * sizeof(uint32_t);
@@ -72,10 +84,22 @@ struct SmallForms {
   using Some = Form<true, 2, 8, 3, 8>;
   using Many = Form<true, 4, 8, 2, 4>;
 };
+// Of E4M3 experts: as many bytes under way in fewer tiles.
+struct LargeE4m3Forms {
+  using Few = Form<false, 1, 16, 2, 32, E4m3>;
+  using Some = Form<false, 2, 16, 2, 16, E4m3>;
+};
+struct SmallE4m3Forms {
+  using Few = Form<true, 1, 8, 2, 16, E4m3>;
+  using Some = Form<true, 2, 8, 2, 8, E4m3>;
+};
 
 constexpr uint32_t kLeastSharedBytes = 99 * 1024;
 static_assert(SmallForms::Few::shared_bytes(24, SmallForms::Few::kTokens, true) <= kLeastSharedBytes);
 static_assert(SmallForms::Some::shared_bytes(11, SmallForms::Some::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallE4m3Forms::Few::shared_bytes(20, SmallE4m3Forms::Few::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallE4m3Forms::Some::shared_bytes(8, SmallE4m3Forms::Some::kTokens, true) <=
+              kLeastSharedBytes);
 static_assert(SmallForms::Many::shared_bytes(6, SmallForms::Many::kTokens, true) <= kLeastSharedBytes);
 
 // Whether the target that is compiled for launches a form; the others' kernels are empty.

@@ -13,6 +13,7 @@ struct Experts {
   const int32_t* ids;          // [pairs]; below 0 or too large: an expert of another process
   const float* weights;        // [pairs], or null
   const float* global_scales;  // [experts, 2]: of the upper and of the lower half of the rows
+  const float* row_scales;     // [experts, rows], or null
   uint32_t pairs, experts;
   uint32_t pairs_per_input;  // pairs that share a row of x: 1, or as many experts as a token has
 };
@@ -95,8 +96,9 @@ __device__ __forceinline__ void run_experts(const Problem& all, const Experts& e
   for (uint32_t i = blockIdx.x / blocks_each; i < table.used; i += gridDim.x / blocks_each) {
     const size_t expert = table.ids[table.first_pair[i]];
     Problem p = all;
-    p.codes += expert * p.groups * p.chunks * (2 * kLanes);
-    p.scales += expert * p.groups * p.chunks * kLanes;
+    p.codes += expert * p.groups * p.chunks * Form::Format::kCodes;
+    p.scales += expert * p.groups * p.chunks * Form::Format::kScales;
+    p.column_scale = experts.row_scales ? experts.row_scales + expert * p.outputs : nullptr;
     p.upper_global_scale = __ldg(experts.global_scales + 2 * expert);
     p.lower_global_scale = __ldg(experts.global_scales + 2 * expert + 1);
     p.tokens = table.count[i];

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -258,15 +259,24 @@ def _weight_moe(
     if _uses_tiles(x, tokens * topk, len(w13_codes)) or not is_plain:
         parts = (*w13[:3], w13_bias, w13_rows, *w2[:3], w2_bias, w2_rows)
         return _moe_linear(x, topk_weights, topk_ids, *parts, *activation, 0)
-    if tokens > MAX_DECODE_TOKENS or topk > MAX_PAIRS:
-        return _grouped(x, topk_weights, topk_ids, w13, w2)
-    step, out = min(MAX_TOKENS, MAX_PAIRS // topk), torch.empty_like(x)
-    for part in (slice(begin, begin + step) for begin in range(0, tokens, step)):
-        ids = topk_ids[part]
-        h = nvfp4_moe_decode_linear(x[part], w13, ids, silu_mul=True)
-        y = nvfp4_moe_decode_linear(h, w2, ids, topk_weights=topk_weights[part])
-        out[part] = y.unflatten(0, (-1, topk)).sum(1)
-    return out
+    if not takes_slices(tokens, topk):
+
+        def product(rows: Tensor, is_first: bool, ends: Tensor, expert: Tensor) -> Tensor:
+            weight = w13 if is_first else w2
+            parts = PreparedWeight(weight.codes, weight.scales, weight.rows, weight.native)
+            values = nvfp4_dequantize_weight(parts, rows.shape[1], rows).transpose(1, 2)
+            sums = torch.nn.functional.grouped_mm(rows, values, offs=ends)
+            halves = sums.unflatten(1, (2, -1)) * weight.global_scales[expert, :, None]
+            return halves.flatten(1)
+
+        return grouped_by_torch(x, topk_weights, topk_ids, len(w13_codes), product)
+
+    def decode(rows: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            return nvfp4_moe_decode_linear(rows, w13, ids, silu_mul=True)
+        return nvfp4_moe_decode_linear(rows, w2, ids, topk_weights=weights)
+
+    return in_slices(x, topk_weights, topk_ids, decode)
 
 
 @functools.cache
@@ -280,32 +290,54 @@ def _uses_tiles(x: Tensor, pairs: int, experts: int) -> bool:
     return _has_tiles(x.get_device())
 
 
-def _grouped(
-    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13: PreparedExperts, w2: PreparedExperts
+def takes_slices(tokens: int, topk: int) -> bool:
+    """Whether the decode kernels multiply, else torch."""
+    return tokens <= MAX_DECODE_TOKENS and topk <= MAX_PAIRS
+
+
+def in_slices(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    decode: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """Multiply as many tokens at a time as the decode kernels take. decode(rows, ids, None) is the
+    first product with its activation, decode(rows, ids, weights) the second.
+    """
+    topk = topk_ids.shape[1]
+    step, out = min(MAX_TOKENS, MAX_PAIRS // topk), torch.empty_like(x)
+    for part in (slice(begin, begin + step) for begin in range(0, len(x), step)):
+        ids = topk_ids[part]
+        y = decode(decode(x[part], ids, None), ids, topk_weights[part])
+        out[part] = y.unflatten(0, (-1, topk)).sum(1)
+    return out
+
+
+def grouped_by_torch(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    count: int,
+    product: Callable[[Tensor, bool, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Multiply the pairs sorted by expert, with pairs of other processes' experts last.
 
-    Does not synchronize with the GPU, so CUDA graphs can capture it.
+    product(rows, is_first, ends, expert): the scaled sums of rows, where an expert's end at its
+    number in `ends` and a row's expert is in `expert`. Does not synchronize with the GPU, so CUDA
+    graphs can capture it.
     """
-    ids, count, topk = topk_ids.flatten(), len(w13.codes), topk_ids.shape[1]
+    ids, topk = topk_ids.flatten(), topk_ids.shape[1]
     ids = torch.where((ids >= 0) & (ids < count), ids, count)
     ids, order = ids.sort(stable=True)
     ends = torch.searchsorted(
         ids, torch.arange(count, device=x.device, dtype=ids.dtype), right=True
     ).int()
     is_local, expert = (ids < count)[:, None], ids.clamp(max=count - 1)
-
-    def product(rows: Tensor, weight: PreparedExperts) -> Tensor:
-        parts = PreparedWeight(weight.codes, weight.scales, weight.rows, weight.native)
-        values = nvfp4_dequantize_weight(parts, rows.shape[1], rows)
-        return torch.nn.functional.grouped_mm(rows, values.transpose(1, 2), offs=ends)
-
-    gate, up = product(x[order // topk], w13).chunk(2, dim=-1)
-    gate_scale, up_scale = w13.global_scales[expert, :, None].unbind(1)
-    h = (torch.nn.functional.silu(gate * gate_scale) * (up * up_scale)).to(x.dtype)
-    factors = w2.global_scales[expert, :1] * topk_weights.flatten()[order, None]
+    gate, up = product(x[order // topk], True, ends, expert).chunk(2, dim=-1)
+    h = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    sums = product(h, False, ends, expert) * topk_weights.flatten()[order, None]
     # grouped_mm does not write rows after the last group.
-    y = torch.where(is_local, product(h, w2) * factors, 0.0)
+    y = torch.where(is_local, sums, 0.0)
     return torch.empty_like(y).index_copy_(0, order, y).unflatten(0, (-1, topk)).sum(1).to(x.dtype)
 
 

@@ -23,17 +23,18 @@ inline Device device_of(int index) {
 }
 
 // Calls f(forms) with those that a device's shared memory is made for.
-template <class F>
+template <class Large = LargeForms, class Small = SmallForms, class F>
 void for_forms(const Device& device, F&& f) {
-  if (device.shared_bytes < 128 * 1024) return f(SmallForms());
-  f(LargeForms());
+  if (device.shared_bytes < 128 * 1024) return f(Small());
+  f(Large());
 }
 
 inline uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // Weight and x of a product; `outputs` rows of the weight, of each of `experts`.
-inline Problem problem_of(const Tensor& x, const Tensor& codes, int64_t outputs, const Tensor& scales,
-                          int64_t experts) {
+template <class Format = Nvfp4>
+Problem problem_of(const Tensor& x, const Tensor& codes, int64_t outputs, const Tensor& scales,
+                   int64_t experts) {
   const int64_t columns = x.size(x.dim() - 1);
   require(columns % 16 == 0 && outputs % 8 == 0, "expected columns in 16s and outputs in 8s, found ", columns,
           " and ", outputs);
@@ -46,7 +47,9 @@ inline Problem problem_of(const Tensor& x, const Tensor& codes, int64_t outputs,
   problem.chunks = quotient_up(problem.columns, kChunk);
   problem.groups = quotient_up(problem.outputs / 2, kGroup);
   const int64_t tiles = experts * problem.groups * problem.chunks;
-  require(codes.numel() == tiles * 1024 && scales.numel() == tiles * 128, "a weight of ", outputs, " by ",
+  require(codes.numel() == tiles * Format::kCodes * 16 &&
+              scales.numel() * scales.element_size() == tiles * Format::kScales * 4,
+          "a weight of ", outputs, " by ",
           columns, " is not what prepare_weight was given");
   return problem;
 }

@@ -1,4 +1,4 @@
-// NVFP4 weights as operands of the tensor cores' m16n8k16: a code times its block scale, exact in both types.
+// Weights as operands of the tensor cores' m16n8k16: a code times its block scale, exact in both types.
 //
 // A policy decodes the eight codes of a word into four registers of two neighbours, and knows by what power
 // of two its products are off (`kUnit`). weight.py says how codes lie in a word.
@@ -56,6 +56,19 @@ struct BfloatOperand {
   static __device__ __forceinline__ void mma(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                              uint32_t a3, uint32_t b0, uint32_t b1) {
     instruction::mma_bfloats(sum, a0, a1, a2, a3, b0, b1);
+  }
+};
+
+// An E4M3 weight as bfloat16, exact, with activations that keep their exponents.
+struct E4m3Operand : BfloatOperand {
+  static constexpr float kUnit = 1.0f;
+
+  // Four codes of neighbouring columns, the middle two the other way round (e4m3.py). A code without its
+  // sign is 2^-120 of its value in a bfloat16's place.
+  static __device__ __forceinline__ void decode(uint32_t codes, uint32_t& first, uint32_t& second) {
+    constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
+    first = multiply((codes << 8 & kSigns) | (codes << 4 & kMagnitudes), kBias);
+    second = multiply((codes & kSigns) | (codes >> 4 & kMagnitudes), kBias);
   }
 };
 

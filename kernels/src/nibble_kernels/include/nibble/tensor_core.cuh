@@ -145,6 +145,9 @@ __device__ __forceinline__ void copy_once(SharedPlace to, const uint4* from) {
 __device__ __forceinline__ void copy_word(SharedPlace to, const uint32_t* from) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy_pair(SharedPlace to, const float2* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 // 16 bytes, or zeros without a read of `from`.
 __device__ __forceinline__ void copy_or_clear(SharedPlace to, const void* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
