@@ -76,8 +76,8 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     if wishes.out is not None:
         create_folder(wishes.out, "results", JSON)
     taken: list[tuple[str, Cell, Round]] = []
+    logs = wishes.out or Path(tempfile.mkdtemp(prefix="nibble-bench-"))
     with (
-        _logs(wishes.out) as logs,
         _sides(peer, endpoint, served, plan, logs, environ) as sides,
         Driver(logs / "bench.log", environ) as driver,
     ):
@@ -86,6 +86,8 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
         about["sides"] = [_side_json(side, peer, plan) for side in sides]
         order = steps(cells, sides, wishes.rounds)
         failure = _measure(run, order, taken, _keeper(wishes, about))
+    if wishes.out is None and not isinstance(failure, NibbleError):  # an error names its log
+        shutil.rmtree(logs, ignore_errors=True)
     found = _report(wishes, about, gather(taken, SIDES), failure, old)
     _publish(found, wishes, as_json)
     if isinstance(failure, NibbleError):
@@ -138,15 +140,6 @@ def _flags(text: str, option: str) -> list[str]:
 
 def _flag(plan: Mapping[str, Any], name: str) -> Any:
     return plan.get("args", {}).get(name, {}).get("value")
-
-
-@contextlib.contextmanager
-def _logs(out: Path | None) -> Iterator[Path]:
-    """A folder for logs: `out`, or a temporary one that stays where the block fails."""
-    folder = out or Path(tempfile.mkdtemp(prefix="nibble-bench-"))
-    yield folder
-    if out is None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tokenizer(wishes: Wishes, served: Served, plan: Mapping[str, Any]) -> list[str]:
@@ -202,8 +195,8 @@ def _sides(
         )
     say(f"{peer.title} starts with {peer.gguf or served.root}")
     cache = _flag(plan, "--kv-cache-memory-bytes")
-    with running(peer, served, cache, logs / f"{peer.name}.log", environ) as (other, model):
-        yield [ours, Side(peer.name, other, model)]
+    with running(peer, served, cache, logs / f"{peer.name}.log", environ) as (process, model):
+        yield [ours, Side(peer.name, process.endpoint, model, process)]
 
 
 def _side_json(side: Side, peer: Peer | None, plan: Mapping[str, Any]) -> dict[str, Any]:
