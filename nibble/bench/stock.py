@@ -112,7 +112,9 @@ class PeerProcess:
 
     def failed_start(self) -> NibbleError:
         """The error of a peer that ended before it was ready, or took too long."""
-        how = f" ({_end_of(self.child)})" if self.has_ended() else f" in {START_LIMIT_S / 60:.0f} min"
+        how = (
+            f" ({_end_of(self.child)})" if self.has_ended() else f" in {START_LIMIT_S / 60:.0f} min"
+        )
         cause = last_error(self.log.read_text(errors="replace"))
         return self._error(f"{self.peer.title} did not start{how}: {cause}")
 

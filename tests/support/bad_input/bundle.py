@@ -16,14 +16,6 @@ def bundle_rows() -> list[Row]:
             Case(("bundle", "{model}", "{tmp}/bundle"), {"DOCKER": "{tmp}/none"}),
         ),
         row(
-            "bundle-engine-silent",
-            "`nibble bundle` where the container engine does not answer",
-            3,
-            "… does not answer: …; expected a container engine that runs, and that you may use;"
-            " start it (`systemctl start docker`), or set DOCKER_HOST or DOCKER to another",
-            Case(("bundle", "{model}", "{tmp}/bundle"), {"DOCKER": "/bin/false"}),
-        ),
-        row(
             "bundle-folder",
             "`nibble bundle` into a folder that exists",
             5,
