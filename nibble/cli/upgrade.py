@@ -74,9 +74,9 @@ def require_check(is_set: bool) -> None:
     if not is_set:
         raise NibbleError(
             ExitCode.USAGE,
-            what="`nibble upgrade` has no --check",
-            expected="--check",
-            action="see docs/operations.md (Upgrading) for the upgrade itself",
+            what="`nibble upgrade` only compares, and --check is missing",
+            expected="`nibble upgrade --check`",
+            action="add it; for the upgrade itself see docs/operations.md (Upgrading)",
         )
 
 

@@ -44,7 +44,7 @@ def bench_rows() -> list[Row]:
             "bench-rounds",
             "`nibble bench` with no rounds, `nibble soak` with no time",
             2,
-            "Invalid value for '--…': …; see `nibble --help`",
+            "Invalid value for '--…': …; see `nibble … --help`",
             Case(("bench", "--rounds", "0")),
             Case(("soak", "--minutes", "0")),
             Case(("soak", "--minutes", "many")),
