@@ -115,7 +115,10 @@ class PeerProcess:
         how = (
             f" ({_end_of(self.child)})" if self.has_ended() else f" in {START_LIMIT_S / 60:.0f} min"
         )
-        cause = last_error(self.log.read_text(errors="replace"))
+        printed = self.log.read_text(errors="replace")
+        # A killed server has not said why: an error in its log is of something else.
+        by_itself = self.has_ended() and self.child.returncode >= 0
+        cause = last_error(printed) if by_itself else f"it printed last: {last_lines(printed)}"
         return self._error(f"{self.peer.title} did not start{how}: {cause}")
 
     def lost(self) -> NibbleError:

@@ -21,7 +21,7 @@ from nibble.bench.files import JSON, MARKDOWN, PLOT, read_result, write_json
 from nibble.bench.result import Measured, Round, gather
 from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
 from nibble.bench.served import Served, find_served
-from nibble.bench.stock import LLAMA_CPP, PEERS, Peer, running
+from nibble.bench.stock import LLAMA_CPP, PEERS, TITLES, Peer, running
 from nibble.bench.sweep import CONCURRENCIES, Cell, make_sweep, read_lists
 from nibble.cli.common import INTERRUPTED, say
 from nibble.cli.status import status_at
@@ -114,7 +114,7 @@ def _peer(wishes: Wishes) -> Peer | None:
     ]
     streams = read_lists(None, None, wishes.concurrency).concurrencies or CONCURRENCIES
     if wishes.against != LLAMA_CPP:
-        return Peer(wishes.against, flags, wishes.peer_program or sys.executable)
+        return Peer(wishes.against, flags, _program(wishes, sys.executable))
     if wishes.gguf is None or not wishes.gguf.is_file():
         given = "nothing" if wishes.gguf is None else str(wishes.gguf)
         raise NibbleError(
@@ -123,8 +123,20 @@ def _peer(wishes: Wishes) -> Peer | None:
             expected="the model's weights as GGUF; llama.cpp loads no other checkpoint",
             action="name the file with --gguf",
         )
-    program = wishes.peer_program or shutil.which("llama-server") or "llama-server"
-    return Peer(LLAMA_CPP, flags, program, wishes.gguf, max(streams))
+    return Peer(LLAMA_CPP, flags, _program(wishes, "llama-server"), wishes.gguf, max(streams))
+
+
+def _program(wishes: Wishes, usual: str) -> str:
+    """The program that starts the peer. Raises CONFIG where it is not here."""
+    name = wishes.peer_program or usual
+    if found := shutil.which(name):
+        return found
+    raise NibbleError(
+        ExitCode.CONFIG,
+        what=f"{name} is not a program that can be run here",
+        expected=f"a program that starts {TITLES[str(wishes.against)]}",
+        action="install it, or name it with --peer-program",
+    )
 
 
 def _flags(text: str, option: str) -> list[str]:

@@ -398,6 +398,10 @@ def test_a_peer_that_cannot_load_the_checkpoint_is_named_with_its_reason(tmp_pat
 
     error = refusal_of(start, ExitCode.ENGINE_DIED)
     assert "llama.cpp did not start (exit code 1): unknown architecture nvfp4" in error.line()
+    program.write_text("#!/bin/sh\necho 'Error: a warning of before'; echo loading\nkill -9 $$\n")
+    error = refusal_of(start, ExitCode.ENGINE_DIED)
+    killed = "did not start (killed by SIGKILL): it printed last: Error: a warning of before | load"
+    assert killed in error.line()
     program.unlink()
     assert "cannot be run" in refusal_of(start, ExitCode.CONFIG).line()
 

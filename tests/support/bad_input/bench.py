@@ -68,6 +68,14 @@ def bench_rows() -> list[Row]:
             Case(("bench", "--against", "llama.cpp", "--gguf", "{tmp}/none.gguf")),
         ),
         row(
+            "bench-peer-program",
+            "`nibble bench --against` a server whose program is not here",
+            5,
+            "… is not a program that can be run here; expected a program that starts …; install it,"
+            " or name it with --peer-program",
+            Case(("bench", "--against", "sglang", "--peer-program", "{tmp}/none")),
+        ),
+        row(
             "bench-compare-file",
             "`nibble bench --compare` with a file that is not a result",
             2,
