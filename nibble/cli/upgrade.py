@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 import subprocess
@@ -252,7 +253,7 @@ def scratch(environ: Mapping[str, str]) -> Iterator[Path]:
             raise
         raise NibbleError(
             ExitCode.NO_FIT,
-            what=f"the newer vLLM cannot be unpacked in {place or tempfile.gettempdir()}"
+            what=f"the newer vLLM cannot be written to {place or tempfile.gettempdir()}"
             f" ({error.strerror or error})",
             expected="1.3 GB of free disk",
             action="free some, or set NIBBLE_CACHE_DIR to a folder elsewhere",
@@ -269,12 +270,15 @@ def _unpack(requirement: str, folder: Path) -> None:
             *("--disable-pip-version-check", "--only-binary=:all:", "--dest", str(wheels)),
             requirement,
         ],
+        env={**os.environ, "TMPDIR": str(folder)},  # pip writes what comes in there first
         capture_output=True,
         text=True,
         check=False,
     )
     wheel = next(wheels.glob("*.whl"), None)
     if done.returncode or wheel is None:
+        if "No space left" in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise not_downloaded(requirement, done.stderr)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "tree")
