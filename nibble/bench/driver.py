@@ -17,7 +17,7 @@ from nibble.bench.sweep import Cell
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.endpoint import Endpoint
 
-_LOOK_S, _LOOKS_WITHOUT_ANSWER = 10.0, 3
+_LOOK_S, _LOOKS_WITHOUT_ANSWER = 10.0, 3  # a server may be silent for half a minute
 _END_S = 5.0
 
 
@@ -56,7 +56,7 @@ class Driver:
     def measure(
         self, endpoint: Endpoint, words: list[str], is_alive: Callable[[], bool]
     ) -> Mapping[str, Any]:
-        """vLLM's result. Raises ENGINE_DIED where the server stops answering for 30 s, CONFIG
+        """vLLM's result. Raises ConnectionError where the server stops answering for 30 s, CONFIG
         where the benchmark itself fails.
         """
         assert self._child.stdin is not None
@@ -82,11 +82,7 @@ class Driver:
                 return json.loads(line)
             silent = 0 if is_alive() else silent + 1
             if silent >= _LOOKS_WITHOUT_ANSWER:
-                raise NibbleError(
-                    ExitCode.ENGINE_DIED,
-                    what=f"the server stopped answering {silent * _LOOK_S:.0f} s ago",
-                    action="see `nibble status` and `nibble logs`",
-                )
+                raise ConnectionError(f"no answer for {silent * _LOOK_S:.0f} s")
 
     def _ended(self) -> NibbleError:
         lines = self._log.read_text(errors="replace").strip().splitlines()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from nibble.bench.about import Energy
 from nibble.bench.driver import Driver, words_for
 from nibble.bench.result import Round, read_round
 from nibble.bench.served import Served, find_served, is_alive
+from nibble.bench.stock import PeerProcess
 from nibble.bench.sweep import Cell
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.endpoint import Endpoint
@@ -23,11 +25,37 @@ SETTLE_S = 1.0
 
 @dataclass(frozen=True)
 class Side:
-    """A server that takes part."""
+    """A server that takes part. `peer`: where nibble started it beside its own."""
 
     name: str
     endpoint: Endpoint
     served: Served
+    peer: PeerProcess | None = None
+
+    def look(self) -> None:
+        """Raise ENGINE_DIED where it does not answer."""
+        try:
+            status, _ = self.endpoint.call("/health")
+        except OSError as error:
+            raise self.lost(error) from None
+        if self.peer is not None and status != HTTPStatus.OK:
+            raise self.peer.lost()
+
+    def lost(self, error: OSError) -> NibbleError:
+        """The error of a server that ended, or does not answer any more."""
+        if self.peer is not None:
+            return self.peer.lost()
+        return NibbleError(
+            ExitCode.ENGINE_DIED,
+            what=f"the server at {self.endpoint.address} was lost while it was measured"
+            f" ({error.strerror or error})",
+            action="see `nibble status` and `nibble logs`",
+        )
+
+    @property
+    def log(self) -> str:
+        """Where its log is, as part of a sentence."""
+        return "the server's log" if self.peer is None else str(self.peer.log)
 
 
 @dataclass(frozen=True)
@@ -93,7 +121,13 @@ class Bench:
             endpoint, step.side.served.name, self.tokenizer, cell, requests, step.seed
         )
         before = self.energy.read()
-        found = self.driver.measure(endpoint, words, lambda: is_alive(endpoint))
+        try:
+            found = self.driver.measure(endpoint, words, lambda: is_alive(endpoint))
+        except ConnectionError as error:
+            raise step.side.lost(error) from None
+        except NibbleError:  # the benchmark's own, unless its server is gone
+            step.side.look()
+            raise
         after = self.energy.read()
         joules = None if before is None or after is None else after - before
         return read_round(found, cell, joules)
@@ -101,6 +135,7 @@ class Bench:
     def _look_after(self, step: Step, found: Round) -> None:
         """Whether a round with errors is a result, or the end."""
         side = step.side
+        side.look()
         find_served(side.endpoint, self.environ, self.verb, side.served.name)
         if not is_alive(side.endpoint):
             raise NibbleError(
@@ -115,5 +150,5 @@ class Bench:
                     f"every request of {step.cell} failed:"
                     f" {'; '.join(found.reasons) or 'without a reason'}"
                 ),
-                action="see the server's log, or measure shorter prompts and fewer at a time",
+                action=f"see {side.log}, or measure shorter prompts and fewer at a time",
             )

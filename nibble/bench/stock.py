@@ -16,14 +16,22 @@ from pathlib import Path
 from nibble.bench.about import clean_environ
 from nibble.bench.served import Served, find_served, is_alive
 from nibble.errors import ExitCode, NibbleError
-from nibble.machine.processes import die_with_parent
+from nibble.machine.processes import die_with_parent, signal_name
 from nibble.printable import printable
 from nibble.serve.endpoint import Endpoint
 
 NAME = "default"
 STOCK, SGLANG, LLAMA_CPP = PEERS = ("stock", "sglang", "llama.cpp")
 TITLES: Mapping[str, str] = {STOCK: "stock vLLM", SGLANG: "SGLang", LLAMA_CPP: "llama.cpp"}
+# How to leave a peer less memory; both servers hold theirs at the same time.
+_LESS_MEMORY: Mapping[str, str] = {
+    STOCK: "--stock-flags '--gpu-memory-utilization 0.4'",
+    SGLANG: "--peer-flags '--mem-fraction-static 0.4'",
+    LLAMA_CPP: "a smaller --concurrency",
+}
 START_LIMIT_S, _END_S, _POLL_S = 1800.0, 30.0, 0.5
+_EXIT_S = 5.0  # from the end of a peer's connections to that of its process
+_LAST_LINES, _LINE_CHARS = 3, 160
 
 
 def free_port() -> int:
@@ -89,6 +97,56 @@ class Peer:
         ]
 
 
+@dataclass(frozen=True)
+class PeerProcess:
+    """A peer that nibble started. `log` has what it prints."""
+
+    peer: Peer
+    endpoint: Endpoint
+    child: subprocess.Popen[bytes]
+    log: Path
+
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self.child.poll() is not None
+
+    def failed_start(self) -> NibbleError:
+        """The error of a peer that ended before it was ready, or took too long."""
+        how = (
+            f" ({_end_of(self.child)})" if self.has_ended() else f" in {START_LIMIT_S / 60:.0f} min"
+        )
+        printed = self.log.read_text(errors="replace")
+        # A killed server has not said why: an error in its log is of something else.
+        by_itself = self.has_ended() and self.child.returncode >= 0
+        cause = last_error(printed) if by_itself else f"it printed last: {last_lines(printed)}"
+        return self._error(f"{self.peer.title} did not start{how}: {cause}")
+
+    def lost(self) -> NibbleError:
+        """The error of a peer that does not answer while it is measured."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(_EXIT_S)
+        how = f"ended ({_end_of(self.child)})" if self.has_ended() else "stopped answering"
+        return self._error(
+            f"{self.peer.title} {how} while it was measured; it printed last:"
+            f" {last_lines(self.log.read_text(errors='replace'))}"
+        )
+
+    def _error(self, what: str) -> NibbleError:
+        return NibbleError(
+            ExitCode.ENGINE_DIED,
+            what=what,
+            action=(
+                f"see {self.log}; if its memory ran out, try {_LESS_MEMORY[self.peer.name]},"
+                " or a smaller server of nibble's beside it"
+            ),
+        )
+
+
+def _end_of(child: subprocess.Popen[bytes]) -> str:
+    code = child.returncode
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+
+
 @contextlib.contextmanager
 def running(
     peer: Peer,
@@ -96,7 +154,7 @@ def running(
     kv_cache_bytes: int | None,
     log: Path,
     environ: Mapping[str, str],
-) -> Iterator[tuple[Endpoint, Served]]:
+) -> Iterator[tuple[PeerProcess, Served]]:
     """The server while the block runs. Raises ENGINE_DIED where it does not start."""
     endpoint = Endpoint("127.0.0.1", free_port())
     with log.open("wb") as file:
@@ -114,33 +172,28 @@ def running(
                 expected=f"a program that starts {peer.title}",
                 action="correct --peer-program",
             ) from None
+    process = PeerProcess(peer, endpoint, child, log)
     try:
-        _wait_until_ready(child, peer, endpoint, log)
+        _wait_until_ready(process)
+        model = find_served(endpoint, environ, "bench", NAME)
         # A GGUF says only how long its training's context was
-        yield (
-            endpoint,
-            replace(
-                find_served(endpoint, environ, "bench", NAME), max_model_len=served.max_model_len
-            ),
-        )
+        yield process, replace(model, max_model_len=served.max_model_len)
     finally:
         _end(child)
 
 
-def _wait_until_ready(
-    child: subprocess.Popen[bytes], peer: Peer, endpoint: Endpoint, log: Path
-) -> None:
+def _wait_until_ready(process: PeerProcess) -> None:
     began = time.monotonic()
-    while not is_alive(endpoint):
-        if child.poll() is not None or time.monotonic() - began > START_LIMIT_S:
-            memory = "leave it memory beside nibble's server, such as with --stock-flags"
-            hint = f"; {memory} '--gpu-memory-utilization 0.4'" if peer.name == STOCK else ""
-            raise NibbleError(
-                ExitCode.ENGINE_DIED,
-                what=f"{peer.title} did not start: {last_error(log.read_text(errors='replace'))}",
-                action=f"see {log}{hint}",
-            )
+    while not is_alive(process.endpoint):
+        if process.has_ended() or time.monotonic() - began > START_LIMIT_S:
+            raise process.failed_start()
         time.sleep(_POLL_S)
+
+
+def last_lines(log: str) -> str:
+    """The last lines of a log, as one."""
+    lines = [printable(line.strip())[:_LINE_CHARS] for line in log.splitlines() if line.strip()]
+    return " | ".join(lines[-_LAST_LINES:]) or "nothing"
 
 
 def last_error(log: str) -> str:

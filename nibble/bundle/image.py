@@ -40,17 +40,18 @@ def engine(environ: Mapping[str, str]) -> str:
     if found is None:
         raise NibbleError(
             ExitCode.NO_HARDWARE,
-            what="no docker and no podman is in PATH",
-            expected="a container engine that has the image",
-            action="install docker, or set DOCKER to the program",
+            what="neither docker nor podman is in PATH",
+            expected="the container engine that has the image",
+            action="run it on the machine that has the image, or set DOCKER to the program",
         )
     return found
 
 
 def find_image(name: str, program: str) -> Image:
-    """Raises NibbleError when the engine has no such image of nibble."""
+    """Raises NibbleError when the engine does not answer or has no such image of nibble."""
     result = _run(program, "image", "inspect", name)
     if result.returncode:
+        _refuse_without_answer(program)
         raise NibbleError(
             ExitCode.CONFIG,
             what=f"{program} has no image {name} ({_last_line(result.stderr)})",
@@ -67,6 +68,17 @@ def find_image(name: str, program: str) -> Image:
             action="build one with ./build.sh",
         )
     return Image(name, facts["Id"], target, int(facts["Size"]))
+
+
+def _refuse_without_answer(program: str) -> None:
+    result = _run(program, "version")
+    if result.returncode:
+        raise NibbleError(
+            ExitCode.NO_HARDWARE,
+            what=f"{program} does not answer: {_last_line(result.stderr)}",
+            expected="a container engine that runs, and that you may use",
+            action="start it (`systemctl start docker`), or set DOCKER_HOST or DOCKER to another",
+        )
 
 
 def save_image(image: Image, program: str, to: Path) -> None:

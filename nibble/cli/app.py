@@ -46,9 +46,7 @@ for name, group in GROUPS.items():
 
 @app.command(context_settings=FREE_WORDS)
 def serve(words: Words = None) -> None:
-    """Serve a model, or several on one port, with an OpenAI-compatible API; --detach: in the
-    background.
-    """
+    """Serve a model, or several, with an OpenAI-compatible API."""
     from nibble.cli.serve import serve as run
 
     raise typer.Exit(run(wanted(words, "serve"), dict(os.environ)))
@@ -61,8 +59,8 @@ Port = Annotated[
 
 @app.command()
 def stop(port: Port = None) -> None:
-    """End a server that `serve --detach` started, as SIGTERM does; exits with the server's code, or
-    0 without a server.
+    """Drain and end a server that `serve --detach` started. Exits with the server's code, or with 0
+    without a server.
     """
     from nibble.cli.serve import background_place
     from nibble.serve.background import stop as run
@@ -82,7 +80,7 @@ def logs(
         int, typer.Option("--lines", "-n", min=0, help="Number of last lines to print.")
     ] = 100,
 ) -> None:
-    """Show the log of a server that `serve --detach` started, also after its end."""
+    """Show the log of a server that `serve --detach` started. It stays after the server's end."""
     from nibble.cli.serve import background_place
     from nibble.serve.background import show_logs
 
@@ -91,8 +89,8 @@ def logs(
 
 @app.command(context_settings=FREE_WORDS)
 def plan(words: Words = None) -> None:
-    """Show every setting that `serve` would use, its source and its reason. `--explain FLAG` shows
-    every source of one flag or variable.
+    """Show every setting of a start with source and reason. `--explain FLAG` shows every source of
+    one flag or variable.
     """
     from nibble.cli.explain import explain, split_words
     from nibble.plan.gather import plan_for, read_wishes, with_default_model
@@ -153,7 +151,7 @@ app.command(context_settings=FREE_WORDS)(kernel_verbs.tune)
 
 @app.command()
 def status(as_json: Json = False) -> None:
-    """Show what the server on this machine does, its kernels and its canary's findings."""
+    """Show what the running server does, its kernels and canary."""
     from nibble.cli.status import read_status, status_lines
 
     found = read_status(dict(os.environ))
@@ -164,8 +162,12 @@ def status(as_json: Json = False) -> None:
 
 
 @app.command()
-def chat(question: str, model: str = "default", max_tokens: int = 256) -> None:
-    """Ask the running server a question."""
+def chat(
+    question: Annotated[str, typer.Argument(help="What to ask, in quotes.")],
+    model: Annotated[str, typer.Option(help="Served model.")] = "default",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
+) -> None:
+    """Ask the running server a question. HOST, PORT and NIBBLE_API_KEY say which."""
     from nibble.cli.chat import ask
 
     ask(question, model, max_tokens, dict(os.environ))

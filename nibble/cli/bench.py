@@ -21,7 +21,7 @@ from nibble.bench.files import JSON, MARKDOWN, PLOT, read_result, write_json
 from nibble.bench.result import Measured, Round, gather
 from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
 from nibble.bench.served import Served, find_served
-from nibble.bench.stock import LLAMA_CPP, PEERS, Peer, running
+from nibble.bench.stock import LLAMA_CPP, PEERS, TITLES, Peer, running
 from nibble.bench.sweep import CONCURRENCIES, Cell, make_sweep, read_lists
 from nibble.cli.common import INTERRUPTED, say
 from nibble.cli.status import status_at
@@ -76,8 +76,8 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
     if wishes.out is not None:
         create_folder(wishes.out, "results", JSON)
     taken: list[tuple[str, Cell, Round]] = []
+    logs = wishes.out or Path(tempfile.mkdtemp(prefix="nibble-bench-"))
     with (
-        _logs(wishes.out) as logs,
         _sides(peer, endpoint, served, plan, logs, environ) as sides,
         Driver(logs / "bench.log", environ) as driver,
     ):
@@ -86,6 +86,8 @@ def bench(wishes: Wishes, environ: Mapping[str, str], as_json: bool) -> int:
         about["sides"] = [_side_json(side, peer, plan) for side in sides]
         order = steps(cells, sides, wishes.rounds)
         failure = _measure(run, order, taken, _keeper(wishes, about))
+    if wishes.out is None and not isinstance(failure, NibbleError):  # an error names its log
+        shutil.rmtree(logs, ignore_errors=True)
     found = _report(wishes, about, gather(taken, SIDES), failure, old)
     _publish(found, wishes, as_json)
     if isinstance(failure, NibbleError):
@@ -112,7 +114,7 @@ def _peer(wishes: Wishes) -> Peer | None:
     ]
     streams = read_lists(None, None, wishes.concurrency).concurrencies or CONCURRENCIES
     if wishes.against != LLAMA_CPP:
-        return Peer(wishes.against, flags, wishes.peer_program or sys.executable)
+        return Peer(wishes.against, flags, _program(wishes, sys.executable))
     if wishes.gguf is None or not wishes.gguf.is_file():
         given = "nothing" if wishes.gguf is None else str(wishes.gguf)
         raise NibbleError(
@@ -121,8 +123,20 @@ def _peer(wishes: Wishes) -> Peer | None:
             expected="the model's weights as GGUF; llama.cpp loads no other checkpoint",
             action="name the file with --gguf",
         )
-    program = wishes.peer_program or shutil.which("llama-server") or "llama-server"
-    return Peer(LLAMA_CPP, flags, program, wishes.gguf, max(streams))
+    return Peer(LLAMA_CPP, flags, _program(wishes, "llama-server"), wishes.gguf, max(streams))
+
+
+def _program(wishes: Wishes, usual: str) -> str:
+    """The program that starts the peer. Raises CONFIG where it is not here."""
+    name = wishes.peer_program or usual
+    if found := shutil.which(name):
+        return found
+    raise NibbleError(
+        ExitCode.CONFIG,
+        what=f"{name} is not a program that can be run here",
+        expected=f"a program that starts {TITLES[str(wishes.against)]}",
+        action="install it, or name it with --peer-program",
+    )
 
 
 def _flags(text: str, option: str) -> list[str]:
@@ -138,15 +152,6 @@ def _flags(text: str, option: str) -> list[str]:
 
 def _flag(plan: Mapping[str, Any], name: str) -> Any:
     return plan.get("args", {}).get(name, {}).get("value")
-
-
-@contextlib.contextmanager
-def _logs(out: Path | None) -> Iterator[Path]:
-    """A folder for logs: `out`, or a temporary one that stays where the block fails."""
-    folder = out or Path(tempfile.mkdtemp(prefix="nibble-bench-"))
-    yield folder
-    if out is None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tokenizer(wishes: Wishes, served: Served, plan: Mapping[str, Any]) -> list[str]:
@@ -202,8 +207,8 @@ def _sides(
         )
     say(f"{peer.title} starts with {peer.gguf or served.root}")
     cache = _flag(plan, "--kv-cache-memory-bytes")
-    with running(peer, served, cache, logs / f"{peer.name}.log", environ) as (other, model):
-        yield [ours, Side(peer.name, other, model)]
+    with running(peer, served, cache, logs / f"{peer.name}.log", environ) as (process, model):
+        yield [ours, Side(peer.name, process.endpoint, model, process)]
 
 
 def _side_json(side: Side, peer: Peer | None, plan: Mapping[str, Any]) -> dict[str, Any]:

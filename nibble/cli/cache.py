@@ -34,15 +34,14 @@ def cache_ls(as_json: Json = False) -> None:
 
 @app.command("verify")
 def cache_verify(as_json: Json = False) -> None:
-    """Compare every entry with its record, and drop those that differ: the next start compiles
-    them again.
-    """
+    """Compare each entry with its record; drop what differs. The next start compiles it again."""
     results = verify(dict(os.environ))
     if as_json:
         print_json([vars(result) for result in results])
     else:
         for result in results:
             print(result.line())
+        print(f"{len(results)} entries compared")
 
 
 @app.command("prune")

@@ -12,9 +12,7 @@ from nibble.cli.common import Json, Words, print_json, say, wanted
 
 
 def inspect(words: Words = None) -> None:
-    """Show what a checkpoint holds, whether nibble loads it exactly, and what vLLM alone gets wrong
-    with it.
-    """
+    """Show what a checkpoint holds and whether it loads exactly."""
     from nibble.cli.inspection import inspect_model
     from nibble.plan.gather import read_wishes
 
@@ -104,7 +102,7 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an NVFP4 checkpoint in another layout, or a BF16 model or a GGUF file in NVFP4."""
+    """Convert to NVFP4 from BF16 or GGUF, or between layouts."""
     from nibble.checkpoint.convert import convert as run
     from nibble.checkpoint.convert.wishes import read_wishes
     from nibble.cli.pull_progress import shown
@@ -153,7 +151,7 @@ def reference(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute a model's layers and answers from its checkpoint, for the canary of later starts."""
+    """Compute a model's layers and answers for the canary. Later starts compare with them."""
     from nibble.cli.reference import make
 
     found = make(model, dict(os.environ), device, dtype, activations, answer_tokens, out)
@@ -164,9 +162,7 @@ def reference(
 
 
 def pull(words: Words = None) -> None:
-    """Download a model completely and verify it; --dry-run: only say what would come, from where
-    and whether it fits.
-    """
+    """Download a model completely and verify it."""
     from nibble.cli.pull import pull_model as run
 
     result, as_json = run(wanted(words, "pull"), dict(os.environ))

@@ -15,7 +15,7 @@ app = typer.Typer(no_args_is_help=True, help="Several machines that serve one mo
 
 @app.command("status", context_settings=FREE_WORDS)
 def cluster_status(words: Words = None) -> None:
-    """Show the nodes that the head knows, busy or idle, and lost ones."""
+    """Show the nodes that the head knows, and lost ones."""
     from nibble.cli.cluster_head import cluster_nodes, node_rows
     from nibble.plan.gather import read_wishes
 
@@ -32,8 +32,8 @@ def cluster_status(words: Words = None) -> None:
 
 @app.command("check", context_settings=FREE_WORDS)
 def cluster_check(words: Words = None) -> None:
-    """Run the checks of a start alone: all nodes present (--nnodes), compatible, reachable, and
-    equal sums of an all-reduce. With MODEL: present or downloadable on each node, and enough
+    """Run the checks of a start alone. All nodes are present (--nnodes), compatible and reachable,
+    with equal sums of an all-reduce. With MODEL: present or downloadable on each node, and enough
     memory.
     """
     from nibble.cli.cluster_head import cluster_check as check
@@ -84,14 +84,15 @@ def cluster_manifest(
         bool, typer.Option("--host-network", help="Use of the nodes' network by the pods.")
     ] = False,
 ) -> None:
-    """Print a Kubernetes manifest (JSON, for `kubectl apply -f -`) that serves the plan of MODEL
+    """Print a Kubernetes manifest, as JSON for `kubectl apply -f -`. It serves the plan of MODEL
     and FLAGS.
     """
     from nibble.cli.manifest_options import PodOptions, with_options
     from nibble.cli.manifests import carried, manifest, read_kind, words_for
     from nibble.plan.gather import plan_for, read_wishes
 
-    asked = read_wishes(wanted(words, "cluster manifest"), dict(os.environ))
+    kind, *words = wanted([kind, *(words or ())], "cluster manifest")
+    asked = read_wishes(words, dict(os.environ))
     environ = carried(asked, dict(os.environ))
     words = words_for(asked.command)
     found = manifest(read_kind(kind), plan_for(asked), words, image, environ)

@@ -104,7 +104,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="New file for everything, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Judge a running server's answers: parity with a reference, tool calls, structured answers,
+    """Judge a running server's answers. Parity with a reference, tool calls, structured answers and
     tasks with a score; exits with 6 where one misses its threshold.
     """
     limits = {"max_kl": max_kl, "min_top1": min_top1,

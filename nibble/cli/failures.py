@@ -37,10 +37,8 @@ def _failed(error: Exception) -> int:
     message = getattr(error, "format_message", None)
     if message is not None:
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # a group of commands alone
-        print(
-            message() if is_help else f"nibble: error: {message()}; see `nibble --help`",
-            file=sys.stderr,
-        )
+        line = f"nibble: error: {message().rstrip('.')}; see `{_help_of(error)}`"
+        print(message() if is_help else line, file=sys.stderr)
         return int(ExitCode.USAGE)
     if os.environ.get("NIBBLE_DEBUG", "") not in ("", "0"):
         raise error
@@ -53,6 +51,16 @@ def _failed(error: Exception) -> int:
     )
     print(f"nibble: error: internal fault: {detail}; please report it, {where}", file=sys.stderr)
     return int(ExitCode.INTERNAL)
+
+
+def _help_of(error: Exception) -> str:
+    """The command that shows the help of the verb that was misused."""
+    words: list[str] = []
+    context = getattr(error, "ctx", None)
+    while context is not None and context.parent is not None:
+        words.insert(0, context.info_name)
+        context = context.parent
+    return " ".join(["nibble", *words, "--help"])
 
 
 def _write_traceback(error: Exception) -> Path | None:

@@ -25,11 +25,22 @@ SWITCHES = {
     "pull": (
         "--dry-run prints what a pull would download and whether it fits; --json prints it as JSON."
     ),
+    "tune": (
+        "--shape ROWSxCOLUMNS takes the place of a model's shapes; --seconds is for each kernel"
+        " (15); --json prints everything."
+    ),
+    "cluster manifest": (
+        "--image, --shm, --cache, --rdma and --host-network are the pods' (docs/cluster.md)."
+    ),
 }
 
 
 _SEVERAL = "[MODEL | [ALIAS=]MODEL [ALIAS=]MODEL ...]"
-_MODELS: Mapping[str, str] = {"serve": _SEVERAL, "plan": _SEVERAL}
+_MODELS: Mapping[str, str] = {
+    "serve": _SEVERAL,
+    "plan": _SEVERAL,
+    "cluster manifest": "kuberay|lws [MODEL]",
+}
 
 
 def show_verb_help(verb: str) -> None:

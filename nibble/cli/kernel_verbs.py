@@ -34,8 +34,8 @@ def selftest(
     ] = 180.0,
     as_json: Json = False,
 ) -> None:
-    """Compare each kernel of this machine with float64, and measure its memory; exits with 8 where
-    one that a plan would use is wrong.
+    """Compare each kernel of this machine with float64. It measures the memory's bandwidth too, and
+    exits with 8 where a kernel that a plan would use is wrong.
     """
     from nibble.cli.selftest import check_writable, show_report, write_report
     from nibble.cli.selftest import selftest as run
@@ -72,7 +72,7 @@ def tune(
     ] = 15.0,
     as_json: Json = False,
 ) -> None:
-    """Time nibble's and vLLM's kernels on a model's shapes, for later plans and starts."""
+    """Time nibble's and vLLM's kernels on a model's shapes. Later plans use the result."""
     from nibble.cli.tune import show_tuned, tune_model
 
     found = tune_model(wanted(words, "tune"), dict(os.environ), shape or (), plant or (), seconds)

@@ -74,9 +74,7 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a running server with `vllm bench serve`: tokens/s, time to first token and between
-    tokens.
-    """
+    """Measure a running server's tokens/s and latencies. It runs `vllm bench serve`."""
     from nibble.cli.bench import Wishes
     from nibble.cli.bench import bench as run
 
@@ -106,8 +104,8 @@ def soak(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Load a running server with mixed requests for minutes or hours and judge memory, restarts,
-    errors and drift; exits with 6 where it was not steady.
+    """Load a running server and check that it stays steady. It judges memory, restarts, errors and
+    drift under mixed requests, and exits with 6 where one of them is wrong.
     """
     from nibble.cli.soak import soak as run
 

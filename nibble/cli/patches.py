@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.command("status")
 def patches_status(tree: Root = None, as_json: Json = False) -> None:
-    """Run every probe and print both tables: applied, needed, fixed upstream, not applicable."""
+    """Run every probe and show each patch's state."""
     from nibble.cli.show_patches import show_patches
     from nibble.engine.patching.status import look
 
@@ -35,9 +35,7 @@ def patches_status(tree: Root = None, as_json: Json = False) -> None:
 
 @app.command("check")
 def patches_check(tree: Root = None, as_json: Json = False) -> None:
-    """Like status, and exit 6 naming the first probe that does not pass; leaves the table for
-    `nibble doctor`.
-    """
+    """Like status, and exit with 6 if a probe does not pass. `nibble doctor` shows the table."""
     from nibble.cli.show_patches import show_patches
     from nibble.engine.patching.status import check, keep_report, look
 

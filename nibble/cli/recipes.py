@@ -26,7 +26,10 @@ def recipes_list(as_json: Json = False) -> None:
 
 
 @app.command("show")
-def recipes_show(model: str, as_json: Json = False) -> None:
+def recipes_show(
+    model: Annotated[str, typer.Argument(help="An id of `nibble recipes list`.")],
+    as_json: Json = False,
+) -> None:
     """One recipe: what it sets for each target, and on what evidence."""
     from nibble.cli.show_recipes import recipe_data, show_recipe
 
@@ -36,9 +39,10 @@ def recipes_show(model: str, as_json: Json = False) -> None:
 
 @app.command("lint")
 def recipes_lint(
-    paths: Annotated[list[str] | None, typer.Argument()] = None, as_json: Json = False
+    paths: Annotated[list[str] | None, typer.Argument(help="Ids of recipes. Default: all.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Check every flag, choice, nested key and variable against the installed vLLM."""
+    """Check recipes against the installed vLLM. Flags, choices, nested keys and variables."""
     from nibble.machine.paths import root
     from nibble.recipes.lint import lint
 

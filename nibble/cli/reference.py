@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.cli.common import say
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.disk import write_problem
+from nibble.machine.out_path import cannot_write
 from nibble.machine.paths import cache_dir
 from nibble.plan.choice import values_of
 from nibble.plan.gather import plan_for, read_wishes
@@ -50,6 +52,8 @@ def make(
             expected="fp4 or bf16",
             action="correct --activations",
         )
+    if out is not None and (problem := write_problem(out.absolute().parent)):
+        raise cannot_write(out, problem)
     asked = read_wishes([model], environ)
     plan = fetched(plan_for(asked), asked, as_lines(say))
     checkpoint = plan.checkpoint

@@ -18,8 +18,8 @@ def bundle(
     image: Annotated[str, typer.Option(help="Image of the local engine.")] = "nibble:cpu",
     as_json: Json = False,
 ) -> None:
-    """Write an image, a model, their licences and checksums into a folder that serves without a
-    network.
+    """Write an image and a model for use without a network. The folder also has their licences,
+    checksums and two scripts: install.sh and serve.sh.
     """
     from nibble.cli.bundle import bundle as run
 
@@ -31,9 +31,7 @@ def upgrade(
         list[str] | None,
         typer.Argument(help="Models in use. Default: those of the running server, else MODEL."),
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only compare; nothing else is possible.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Needed: nibble only compares.")] = False,
     to: Annotated[
         str | None, typer.Option(help="Release of vLLM. Default: the newest on the package index.")
     ] = None,
@@ -42,8 +40,8 @@ def upgrade(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a newer vLLM would change: patches, recipes and the plans of models in use; exits
-    with 6 where something is in the way.
+    """Show what a newer vLLM would change, with --check. It compares patches, recipes and the plans
+    of models in use, and exits with 6 where something is in the way.
     """
     from nibble.cli.upgrade import check as run
     from nibble.cli.upgrade import report_lines, require_check
@@ -67,8 +65,8 @@ def rollback(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Give an image's name back to the build before, on the host of the containers; a restart then
-    runs it.
+    """Give an image's name back to the build before. Run it on the host of the containers; their
+    next restart runs that build.
     """
     from nibble.cli.rollback import roll_back
 

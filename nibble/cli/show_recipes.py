@@ -12,12 +12,10 @@ from rich.table import Table
 
 from nibble.cli.tables import wide_console
 from nibble.engine.flags import write_flag
-from nibble.errors import ExitCode, NibbleError
 from nibble.machine.paths import root
 from nibble.machine.targets import TARGET_NAMES
-from nibble.recipes.recipe import list_recipes, load_recipe
+from nibble.recipes.recipe import list_recipes, load_recipe, no_recipe
 from nibble.recipes.resolution import resolve
-from nibble.settings.declare import closest
 
 
 def recipe_rows() -> list[dict[str, Any]]:
@@ -51,15 +49,7 @@ def recipe_data(model: str) -> dict[str, Any]:
     """A recipe resolved for each of its targets."""
     recipe = load_recipe(model, root())
     if recipe is None:
-        hint = closest(model, list_recipes(root())).replace(
-            "see `nibble serve --help`", "see `nibble recipes list`"
-        )
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=f"there is no recipe for {model!r}",
-            expected="an id from `nibble recipes list`",
-            action=hint,
-        )
+        raise no_recipe(model, root())
     targets = {}
     for name in recipe.targets:
         found = resolve(recipe, name)

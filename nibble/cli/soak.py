@@ -119,7 +119,7 @@ def _show(found: Soak) -> None:
     print(f"restarts: {found.restarts}")
     print(f"drift: {found.worst_drift:.4f} nats a token at most, {len(found.drifts)} comparisons")
     if found.seeded_same is not None:
-        print(f"seeded answers: {100 * found.seeded_same:.0f} % are the same one")
+        print(f"seeded answers: {100 * found.seeded_same:.0f} % are equal")
     for problem in problems(found):
         print(f"problem: {problem}")
     print(f"verdict: {'failed' if problems(found) else 'steady'} ({found.seconds / 60:.1f} min)")

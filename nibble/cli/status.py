@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from nibble.errors import ExitCode, NibbleError
-from nibble.machine.host import elsewhere_hint
+from nibble.machine.host import elsewhere_hint, start_command
 from nibble.plan.gather import read_wishes
 from nibble.plan.memory import show_gib
 from nibble.printable import printable
@@ -58,7 +58,10 @@ def status_at(endpoint: Endpoint, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _no_server(port: int, why: str) -> NibbleError:
     what = f"nibble does not answer on control port {port} ({why})"
-    action = f"start one, or set {options()['control_port'].env[0]} to its port"
+    action = (
+        f"start a server with {start_command(os.environ)}, or set"
+        f" {options()['control_port'].env[0]} to the running one's"
+    )
     action += elsewhere_hint(os.environ, "status")
     return NibbleError(ExitCode.ENGINE_DIED, what=what, action=action)
 

@@ -63,9 +63,7 @@ def trace(
     ] = Path("nibble-trace"),
     as_json: Json = False,
 ) -> None:
-    """Profile some steps of a server with torch's profiler: time by kernel, and a file for
-    ui.perfetto.dev.
-    """
+    """Profile some steps of a server by kernel. It also writes a file for ui.perfetto.dev."""
     environ = dict(os.environ)
     if start and url:
         raise NibbleError(
@@ -74,12 +72,9 @@ def trace(
             action="leave one of them out",
         )
     _flags(flags)
-    if not start:
-        create_folder(out, "a profile", JSON)
+    create_folder(out, "a profile", JSON)
     try:
         with _server(start, flags, url, environ) as (endpoint, folder):
-            if start:
-                create_folder(out, "a profile", JSON)
             found = _profile(endpoint, profiles or folder, steps, streams, prompt_tokens, model,
                              out, environ)  # fmt: skip
     except KeyboardInterrupt:
@@ -192,7 +187,7 @@ def _wait_until_ready(child: subprocess.Popen[bytes], endpoint: Any, log: Path) 
             lines = log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
             raise NibbleError(
                 ExitCode.ENGINE_DIED,
-                what=f"the server did not start: {lines[-1][:300]}",
+                what=f"the server did not start: {lines[-1].removeprefix('nibble: error: ')[:300]}",
                 action=f"see {log}",
             )
         time.sleep(0.5)

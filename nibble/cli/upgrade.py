@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +26,20 @@ from nibble.engine.patching.status import Line, look
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.engine.schema import Schema, load_schema
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.disk import write_problem
 from nibble.machine.paths import root
 from nibble.plan.gather import plan_for, read_wishes, with_default_model
 from nibble.recipes.lint import all_command_lines, lint_for
 from nibble.recipes.recipe import Problem
 
 _VERSION = re.compile(r"\d+(\.\d+){1,3}([a-z]+\d+)?(\.post\d+)?")
-_REQUIRES = re.compile(r"^Requires-Dist: (flashinfer-python==[^ ;]+)", re.MULTILINE)
+_REQUIRES = re.compile(r"^Requires-Dist: (flashinfer-python==[^\s;]+)", re.MULTILINE)
+_BROKEN_BY = re.compile(
+    r"connection broken by '(\w+).*?(?:\[Errno -?\d+\] ([^'\"()]+))?['\")]*': /"
+)
 _OF_SERIES = "patch vllm/"
 _MOST_SHOWN = 12
+_SCRATCH, _LEFT_AFTER_S = "upgrade-", 3600.0
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,9 @@ def require_check(is_set: bool) -> None:
     if not is_set:
         raise NibbleError(
             ExitCode.USAGE,
-            what="`nibble upgrade` has no --check",
-            expected="--check",
-            action="see docs/operations.md (Upgrading) for the upgrade itself",
+            what="`nibble upgrade` only compares, and --check is missing",
+            expected="`nibble upgrade --check`",
+            action="add it; for the upgrade itself see docs/operations.md (Upgrading)",
         )
 
 
@@ -94,8 +103,8 @@ def check(
             action="correct it",
         )
     plans = _plans(models, environ)
-    with _newer_tree(to, tree) as newer, tempfile.TemporaryDirectory() as scratch:
-        say(f"vLLM {newer.version}: running the probes of every patch")
+    with _newer_tree(to, tree, environ) as newer, tempfile.TemporaryDirectory() as scratch:
+        say(f"vLLM {newer.version}: running the probes of every patch, which takes minutes")
         lines = look(newer)
         needed = {line.fix.removeprefix(_OF_SERIES) for line in lines if line.word == "needed"}
         to_port = unfit(load_series("vllm"), newer, needed)
@@ -170,11 +179,11 @@ def report_lines(report: Report) -> Iterator[str]:
         yield from (f"         {refusal}" for refusal in model.refusals)
         yield f"         {len(model.defaults)} defaults of vLLM differ"
         yield from _cut([f"         {default}" for default in model.defaults])
-    yield (
-        f"{report.in_the_way} finding(s) to resolve before an upgrade"
-        if report.in_the_way
-        else "nothing is in the way of an upgrade"
-    )
+    if not report.in_the_way:
+        yield "nothing is in the way of an upgrade"
+        return
+    yield f"{report.in_the_way} finding(s) to resolve before an upgrade"
+    yield f"serve on with {report.installed}: a later nibble brings a newer vLLM with its patches"
 
 
 def _cut(lines: Sequence[str]) -> Iterator[str]:
@@ -212,19 +221,43 @@ def _of_running_server(environ: Mapping[str, str]) -> list[tuple[str, list[str]]
     ]
 
 
-@contextmanager
-def _newer_tree(to: str | None, tree: Path | None) -> Iterator[Tree]:
+@contextlib.contextmanager
+def _newer_tree(to: str | None, tree: Path | None, environ: Mapping[str, str]) -> Iterator[Tree]:
     if tree is not None:
         yield open_tree(tree)
         return
-    with tempfile.TemporaryDirectory(prefix="nibble-upgrade-") as scratch:
-        folder = Path(scratch)
+    with scratch(environ) as folder:
         _unpack("vllm" if to is None else f"vllm=={to}", folder)
         found = next(folder.glob("tree/vllm-*.dist-info/METADATA"), None)
-        required = _REQUIRES.search(found.read_text()) if found else None
-        if required:
-            _unpack(required[1], folder)
+        if found and (required := flashinfer_of(found.read_text())):
+            _unpack(required, folder)
         yield open_tree(folder / "tree")
+
+
+@contextlib.contextmanager
+def scratch(environ: Mapping[str, str]) -> Iterator[Path]:
+    """A folder for 1.3 GB, removed afterwards: in nibble's cache, since a container's /tmp is
+    memory. What a killed run left there goes first.
+    """
+    cache = read_wishes([], environ).cache
+    for left in cache.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another run removes it too
+            if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
+                shutil.rmtree(left)
+    place = None if write_problem(cache) else cache
+    try:
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=place) as scratch:
+            yield Path(scratch)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise NibbleError(
+            ExitCode.NO_FIT,
+            what=f"the newer vLLM cannot be written to {place or tempfile.gettempdir()}"
+            f" ({error.strerror or error})",
+            expected="1.3 GB of free disk",
+            action="free some, or set NIBBLE_CACHE_DIR to a folder elsewhere",
+        ) from None
 
 
 def _unpack(requirement: str, folder: Path) -> None:
@@ -237,22 +270,48 @@ def _unpack(requirement: str, folder: Path) -> None:
             *("--disable-pip-version-check", "--only-binary=:all:", "--dest", str(wheels)),
             requirement,
         ],
+        env={**os.environ, "TMPDIR": str(folder)},  # pip writes what comes in there first
         capture_output=True,
         text=True,
         check=False,
     )
     wheel = next(wheels.glob("*.whl"), None)
     if done.returncode or wheel is None:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise NibbleError(
-            ExitCode.VERIFY,
-            what=f"{requirement} cannot be downloaded: {last}",
-            expected="a package index that has it",
-            action="correct --to, or name an unpacked wheel with --tree",
-        )
+        if "No space left" in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise not_downloaded(requirement, done.stderr)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "tree")
     wheel.unlink()
+
+
+def flashinfer_of(metadata: str) -> str | None:
+    """The requirement of FlashInfer in a wheel's METADATA."""
+    found = _REQUIRES.search(metadata)
+    return found[1] if found else None
+
+
+def not_downloaded(requirement: str, printed: str) -> NibbleError:
+    """The error for what pip printed. Its last line names no cause where the index is out of
+    reach.
+    """
+    tree = "name an unpacked wheel with --tree"
+    if "CERTIFICATE_VERIFY_FAILED" in printed:
+        why = "the certificate of the package index is not trusted"
+        action = f"set PIP_CERT to the file of your CA's certificate, or {tree}"
+    elif broken := _BROKEN_BY.findall(printed):
+        kind, told = broken[-1]
+        why = f"the package index does not answer ({told or kind})"
+        action = f"check the network, HTTPS_PROXY and PIP_INDEX_URL, or {tree}"
+    else:
+        why = (printed.strip().splitlines() or ["no output"])[-1].removeprefix("ERROR: ")
+        action = f"correct --to, or {tree}"
+    return NibbleError(
+        ExitCode.VERIFY,
+        what=f"{requirement} cannot be downloaded: {why}",
+        expected="a package index that has it",
+        action=action,
+    )
 
 
 def _as_cpu_build(folder: Path, release: str) -> Path:

@@ -64,8 +64,8 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure and evaluate the running server, and write the evidence of its recipe; exits with 6
-    where quality misses the recipe's thresholds.
+    """Measure and judge the running server as a recipe's evidence. Exits with 6 where quality
+    misses the recipe's thresholds.
     """
     from nibble.cli import bench, evaluate
     from nibble.machine.paths import root

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from nibble.errors import PASSWORD_IN_ADDRESS, ExitCode, NibbleError
 from nibble.machine.disk import not_writable
-from nibble.machine.paths import home
+from nibble.machine.paths import demo_models, home
 from nibble.settings.secrets import read_secret
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -160,10 +160,22 @@ def hub_error(error: BaseException, model: str, revision: str | None, hub: Acces
     return _local_or_network(chain, model, hub)
 
 
+def similar(model: str) -> str:
+    """A question that names the model of nibble's which a misspelled word may mean, or nothing."""
+    import difflib
+
+    from nibble.hub.packaged import PACKAGED  # which needs this module
+
+    ours = [*demo_models(), *PACKAGED]
+    match = difflib.get_close_matches(model, ours, 1, 0.8)
+    return f"did you mean {match[0]}? else " if match else ""
+
+
 def not_cached(model: str, hub: Access) -> NibbleError:
     """The error for an offline start without the complete model in the cache."""
     what = f"{model} is not complete in {hub.cache} and HF_HUB_OFFLINE is set"
     action = f"unset HF_HUB_OFFLINE, or run `nibble pull {model}` on a machine with a network"
+    action = similar(model) + action
     return NibbleError(ExitCode.MODEL, what=what, action=action, unreachable=True)
 
 
@@ -171,8 +183,8 @@ def unreachable(detail: str, model: str, hub: Access) -> NibbleError:
     """The error for a Hub that does not answer or answers badly."""
     what = f"{model} is not complete in {hub.cache} and {hub.address} cannot be used ({detail})"
     action = (
-        "check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: the cache keeps"
-        " finished files"
+        f"{similar(model)}check the network, HTTPS_PROXY and HF_ENDPOINT, then run it again: the"
+        " cache keeps finished files"
     )
     return NibbleError(ExitCode.MODEL, what=what, action=action, unreachable=True)
 
@@ -238,7 +250,10 @@ def _refused(error: BaseException, model: str, hub: Access) -> NibbleError | Non
             what = f"{hub.address} has no model {model} that this HF_TOKEN can read"
             action = "check the spelling and the token's permissions"
         return NibbleError(
-            ExitCode.MODEL, what=what, expected="the id of an existing model", action=action
+            ExitCode.MODEL,
+            what=what,
+            expected="the id of an existing model",
+            action=similar(model) + action,
         )
     if status == 403:
         what = f"{hub.address} forbids access to {model}"

@@ -94,6 +94,11 @@ def container_kind(environ: Mapping[str, str]) -> str | None:
     return "docker" if Path("/.dockerenv").exists() else None
 
 
+def start_command(environ: Mapping[str, str]) -> str:
+    """What starts a server here, for messages."""
+    return "`nibble serve`" if "NIBBLE_IMAGE" in environ else "`make serve`"
+
+
 def elsewhere_hint(environ: Mapping[str, str], command: str) -> str:
     """A hint that a server of this image may run in another container."""
     if "NIBBLE_IMAGE" not in environ:

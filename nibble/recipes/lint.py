@@ -27,6 +27,7 @@ from nibble.recipes.recipe import (
     Recipe,
     Section,
     load_recipe,
+    no_recipe,
     read_toml,
     shape_problems,
 )
@@ -317,6 +318,9 @@ def _files(root: Path, names: Iterable[str]) -> list[Path]:
     """The recipe files of ids or paths (`recipes/org/repo.toml`), or all files."""
     folder = root / "recipes"
     ids = [re.sub(r"^(.*/)?recipes/|\.toml$", "", name) for name in names]
+    for name in ids:
+        if not (folder / f"{name}.toml").is_file():
+            raise no_recipe(name, root)
     return [folder / f"{name}.toml" for name in ids] or sorted(folder.glob("**/*.toml"))
 
 

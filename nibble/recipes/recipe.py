@@ -130,6 +130,17 @@ def list_recipes(root: Path) -> list[str]:
     )
 
 
+def no_recipe(model_id: str, root: Path) -> NibbleError:
+    """The error for an id without a recipe; it names the nearest."""
+    match = difflib.get_close_matches(model_id, list_recipes(root), 1, 0.6)
+    return NibbleError(
+        ExitCode.USAGE,
+        what=f"there is no recipe for {model_id!r}",
+        expected="an id from `nibble recipes list`",
+        action=f"did you mean {match[0]}?" if match else "correct the id",
+    )
+
+
 def load_recipe(model_id: str, root: Path) -> Recipe | None:
     """The recipe of a Hugging Face id, or None. Raises CONFIG for a file of another shape."""
     path = recipe_path(model_id, root)

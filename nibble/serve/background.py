@@ -26,6 +26,7 @@ from nibble.machine.disk import not_writable
 from nibble.printable import printable
 from nibble.serve.crash_loop import ended_without_exit_code, this_process
 from nibble.serve.log_file import LogFile
+from nibble.serve.port_lock import is_held
 
 VARIABLE = "NIBBLE_DETACHED"  # tells a server that it is one in the background
 STOP_MARGIN_S = 30.0  # beyond the drain: vLLM's end took 10 s at most
@@ -291,7 +292,11 @@ def _wait(place: Place, record: Record) -> tuple[int, str]:
 
 def _not_running(place: Place, record: Record | None) -> str:
     if record is None:
-        return f"no server runs in the background on port {place.port}"
+        # `nibble serve` says that `nibble stop` ends what holds a port
+        held = (
+            "; the one in the foreground ends with Ctrl-C or SIGTERM" if is_held(place.port) else ""
+        )
+        return f"no server runs in the background on port {place.port}{held}"
     with contextlib.suppress(OSError):  # another user's
         place.record.unlink(missing_ok=True)
     how = "without an exit code" if record.exit_code is None else f"with code {record.exit_code}"

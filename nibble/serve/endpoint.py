@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from nibble.engine.api import reachable_host
 from nibble.errors import ExitCode, NibbleError
-from nibble.machine.host import elsewhere_hint
+from nibble.machine.host import elsewhere_hint, start_command
 from nibble.machine.paths import cache_dir
 from nibble.plan.gather import read_wishes
 from nibble.serve.api_key import KEY_FILE
@@ -80,7 +80,7 @@ class Endpoint:
 
     def no_answer(self, error: OSError, environ: Mapping[str, str], words: str) -> NibbleError:
         """The error for a server that is not there; `words` follow `nibble` in a container."""
-        start = "`nibble serve`" if "NIBBLE_IMAGE" in environ else "`make serve`"
+        start = start_command(environ)
         return NibbleError(
             ExitCode.ENGINE_DIED,
             what=f"no server answers at {self.address} ({error.strerror or error})",

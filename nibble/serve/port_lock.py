@@ -98,6 +98,11 @@ def _held(port: int) -> list[str]:
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
+def is_held(port: int) -> bool:
+    """Whether a server of nibble has the port, on any address."""
+    return bool(_held(port))
+
+
 def overlap(one: str, other: str) -> bool:
     """Whether two addresses cannot have the same port: they are equal, or one means all. `::`
     includes IPv4.
@@ -111,5 +116,7 @@ def overlap(one: str, other: str) -> bool:
 def _in_use(host: str, port: int) -> NibbleError:
     what = f"PORT {port} is in use on {host}: another nibble starts or serves there"
     return NibbleError(
-        ExitCode.CONFIG, what=what, action="stop it with `nibble stop` or set another PORT"
+        ExitCode.CONFIG,
+        what=what,
+        action="stop it with `nibble stop` (Ctrl-C in the foreground) or set another PORT",
     )

@@ -178,7 +178,9 @@ def _is_known(name: str, known_vllm_names: Collection[str]) -> bool:
 
 def _unknown_name(name: str, known_vllm_names: Collection[str]) -> NibbleError:
     if name.startswith("NIBBLE_"):
-        hint = closest(name, sorted(nibble_names()))
+        bare = name.removeprefix("NIBBLE_")
+        is_bare = bare in nibble_names()
+        hint = f"did you mean {bare}?" if is_bare else closest(name, sorted(nibble_names()))
         return NibbleError(
             ExitCode.USAGE,
             what=f"unknown variable {name}",

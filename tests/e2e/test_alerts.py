@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,25 @@ def test_an_alert_fires_at_its_value_and_ends_with_it(
 def test_every_shipped_alert_is_here() -> None:
     shipped = prometheus.METRICS.joinpath("rules.yml").read_text()
     assert {line.split()[-1] for line in shipped.splitlines() if "- alert:" in line} == set(BAD)
+
+
+@pytest.mark.parametrize(
+    ("series", "named"),
+    [
+        ({"up": "1x14 0x60", "nibble_ready": "1x14 stale"}, "nibble:8000"),
+        ({"up": "1x75", "nibble_ready": "1x14 0x60"}, "nibble:8000"),
+        ({"up": "1x14 stale", "nibble_ready": "1x14 _x60"}, "The server"),  # Compose took it away
+    ],
+    ids=["no answer", "no admission", "no container"],
+)
+def test_not_ready_fires_after_a_quarter_of_an_hour_and_says_which_server(
+    series: dict[str, str], named: str, tmp_path: Path
+) -> None:
+    labels = '{job="nibble",instance="nibble:8000"}'
+    summary = f"{named} has not been ready for 15 minutes"
+    prometheus.check_over_time(
+        tmp_path,
+        {f"{name}{labels}": values for name, values in series.items()},
+        "NotReady",
+        {"29m": "", "31m": summary},
+    )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,23 +169,46 @@ def until_measured(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_what_was_measured_is_kept_when_the_server_ends(server: Server, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+@dataclass(frozen=True)
+class Killed:
+    """What was seen when a server was killed: the benchmark's end, its folder, alerts that fire."""
+
+    code: int
+    text: str
+    err: str
+    out: Path
+    alerts: dict[str, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def killed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """The server's end while `nibble bench` measures it and Prometheus reads it."""
+    folder = tmp_path_factory.mktemp("killed")
+    out = folder / "out"
     bench = start(server, "bench", *SWEEP, "--rounds", "100", "--requests", "20", "--out", str(out))
     assert until_measured(out / "results.json")["complete"] is False
-    with prometheus.scraping(tmp_path, server.port, KEY, quick=True) as url:
+    with prometheus.scraping(folder, server.port, KEY, quick=True) as url:
         prometheus.query(url, "nibble_ready == 1")
         assert prometheus.firing(url, lambda names: not names) == {}
         server.signal(signal.SIGKILL)
-        not_ready = prometheus.firing(url, bool)
-    assert set(not_ready) == {"NotReady"}
-    assert f":{server.port} has not been ready" in not_ready["NotReady"]["summary"]
+        alerts = prometheus.firing(url, bool)
     text, err = bench.communicate(timeout=120)
-    assert bench.returncode == 10, err
-    assert err.count("nibble: error: ") == 1 and "Traceback" not in err
-    result = json.loads((out / "results.json").read_text())
+    return Killed(bench.returncode, text, err, out, alerts)
+
+
+def test_what_was_measured_is_kept_when_the_server_ends(killed: Killed) -> None:
+    assert killed.code == 10, killed.err
+    assert killed.err.count("nibble: error: ") == 1 and "Traceback" not in killed.err
+    result = json.loads((killed.out / "results.json").read_text())
     assert result["cells"] and not result["complete"] and result["ended"]
-    assert "tokens/s" in text and (out / "README.md").exists()
+    assert "tokens/s" in killed.text and (killed.out / "README.md").exists()
+
+
+def test_the_alert_not_ready_fires_for_a_killed_server_and_names_it(
+    server: Server, killed: Killed
+) -> None:
+    assert set(killed.alerts) == {"NotReady"}
+    assert f":{server.port} has not been ready" in killed.alerts["NotReady"]["summary"]
 
 
 @pytest.mark.slow

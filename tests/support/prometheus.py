@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,33 @@ def check(folder: Path) -> None:
     tool = str(programs() / "promtool")
     subprocess.run([tool, "check", "rules", METRICS / "rules.yml"], check=True)
     subprocess.run([tool, "check", "config", configuration(folder, 1, "key")], check=True)
+
+
+def check_over_time(
+    folder: Path, series: Mapping[str, str], alert: str, summaries: Mapping[str, str]
+) -> None:
+    """promtool's verdict on a shipped alert. `series`: values of each minute; `summaries`: what it
+    says by time, empty while it must not fire.
+    """
+    rules = yaml.safe_load((METRICS / "rules.yml").read_text())["groups"][0]["rules"]
+    (rule,) = (one for one in rules if one["alert"] == alert)
+    checks = []
+    for at, summary in summaries.items():
+        server = {"instance": summary.split()[0]} if ":" in summary else {}
+        fired = {
+            "exp_labels": {"job": "nibble", **server, **rule["labels"]},
+            "exp_annotations": rule["annotations"] | {"summary": summary},
+        }
+        checks.append(
+            {"eval_time": at, "alertname": alert, "exp_alerts": [fired] if summary else []}
+        )
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "1m", "input_series": given, "alert_rule_test": checks}
+    file = folder / "alerts.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(METRICS / "rules.yml")], "tests": [test]}))
+    command = [programs() / "promtool", "test", "rules", file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def quick_rules(folder: Path) -> Path:

@@ -15,8 +15,10 @@ import pytest
 
 from nibble.errors import ExitCode, NibbleError
 from nibble.serve.background import Place, Record, registered, stop
+from nibble.serve.port_lock import hold_port
 from tests.support.other_users import open_to_others
 from tests.support.paths import ROOT
+from tests.support.servers.serving import free_port
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
@@ -45,6 +47,14 @@ def as_another_user(what: str, place: Place, uid: int = 65534) -> tuple[int, str
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def test_a_server_in_the_foreground_is_told_with_how_it_ends(tmp_path: Path) -> None:
+    place = Place(tmp_path, free_port())
+    assert stop(place) == (0, f"no server runs in the background on port {place.port}")
+    with hold_port("127.0.0.1", place.port):
+        code, said = stop(place)
+    assert code == 0 and "foreground ends with Ctrl-C" in said
 
 
 def test_a_running_server_of_another_user_is_not_called_ended(place: Place) -> None:

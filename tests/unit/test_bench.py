@@ -6,25 +6,28 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nibble.bench.about import Energy
 from nibble.bench.compare import compare, ratios, refuse_others, refuse_too_little
 from nibble.bench.files import JSON, read_result, write_json
 from nibble.bench.plot import draw
 from nibble.bench.report import Report, change_lines, markdown, ratio_lines
 from nibble.bench.result import Measured, Round, gather, read_round
-from nibble.bench.run import Side, steps
+from nibble.bench.run import Bench, Side, steps
 from nibble.bench.served import Served, find_served, fingerprint
 from nibble.bench.stock import Peer, last_error, running, stock_words
 from nibble.bench.sweep import Cell, make_sweep, read_lists
 from nibble.engine.bench_serve import usage_apart
-from nibble.errors import ExitCode
+from nibble.errors import ExitCode, NibbleError
 from nibble.machine.out_path import create_folder
 from nibble.serve.endpoint import Endpoint, endpoint_at, local_endpoint
 from tests.support.refusals import refusal_of
@@ -394,6 +397,80 @@ def test_a_peer_that_cannot_load_the_checkpoint_is_named_with_its_reason(tmp_pat
             pass
 
     error = refusal_of(start, ExitCode.ENGINE_DIED)
-    assert "llama.cpp did not start: unknown architecture nvfp4" in error.line()
+    assert "llama.cpp did not start (exit code 1): unknown architecture nvfp4" in error.line()
+    program.write_text("#!/bin/sh\necho 'Error: a warning of before'; echo loading\nkill -9 $$\n")
+    error = refusal_of(start, ExitCode.ENGINE_DIED)
+    killed = "did not start (killed by SIGKILL): it printed last: Error: a warning of before | load"
+    assert killed in error.line()
     program.unlink()
     assert "cannot be run" in refusal_of(start, ExitCode.CONFIG).line()
+
+
+# Serves a model until the first completion, which crashes it.
+CRASHING = """#!{python}
+import http.server, json, os, signal, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({{"data": [{{"id": "default", "max_model_len": 64}}]}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        print("first cause\\nllm_load: GGML_ASSERT(n_tokens > 0) failed", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def log_message(self, *_):
+        pass
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+class OneRequest:
+    """Stands for vLLM's benchmark: one request, which fails, or a start that finds no server."""
+
+    def __init__(self, ends_with: str) -> None:
+        self.ends_with = ends_with
+
+    def measure(self, endpoint: Endpoint, words: list[str], is_alive: object) -> dict[str, Any]:
+        with suppress(OSError):
+            endpoint.call("/v1/completions", {})
+        if self.ends_with == "silence":
+            raise ConnectionError("no answer for 30 s")
+        if self.ends_with == "error":
+            raise NibbleError(ExitCode.CONFIG, what="vLLM's benchmark failed")
+        lost = {"completed": 0, "failed": 1, "output_lens": [0], "errors": ["refused"]}
+        return FROM_VLLM | lost
+
+
+@pytest.mark.parametrize("ends_with", ["errors", "silence", "error"])
+def test_a_peer_that_crashes_while_it_is_measured_is_named_with_its_end_and_last_lines(
+    tmp_path: Path, ends_with: str
+) -> None:
+    program, log = tmp_path / "llama-server", tmp_path / "llama.cpp.log"
+    program.write_text(CRASHING.format(python=sys.executable))
+    program.chmod(0o755)
+    peer = Peer("llama.cpp", [], str(program), tmp_path / "m.gguf")
+    with running(peer, Served("d", "/m", 64), None, log, {}) as (process, model):
+        side = Side("llama.cpp", process.endpoint, model, process)
+        driver: Any = OneRequest(ends_with)
+        bench = Bench(driver, [], None, Energy([]), {}, "bench")
+        plan = steps([CELL], [side], 1)
+        error = refusal_of(lambda: list(bench.run(plan, lambda _: None)), ExitCode.ENGINE_DIED)
+    assert error.what == (
+        "llama.cpp ended (killed by SIGKILL) while it was measured; it printed last:"
+        " first cause | llm_load: GGML_ASSERT(n_tokens > 0) failed"
+    )
+    assert str(log) in error.action and "--concurrency" in error.action
+    assert "make serve" not in error.line()
+
+
+def test_a_server_of_nibbles_that_ends_while_it_is_measured_is_not_to_be_started_first() -> None:
+    side = Side("nibble", Endpoint("127.0.0.1", 9), Served("m", "m", 64))
+    error = refusal_of(side.look, ExitCode.ENGINE_DIED)
+    assert "127.0.0.1:9 was lost while it was measured (Connection refused)" in error.line()
+    assert error.action == "see `nibble status` and `nibble logs`"

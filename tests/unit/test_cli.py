@@ -94,6 +94,42 @@ def test_a_group_of_commands_alone_shows_its_help_and_nothing_else(words: list[s
     assert run.returncode == 2 and run.stderr == nibble(*words, "--help").stdout
 
 
+@pytest.mark.parametrize("words", [[], ["cache"], ["cluster"], ["patches"], ["recipes"]])
+def test_the_list_of_commands_says_whole_what_each_does(words: list[str]) -> None:
+    text = nibble(*words, "--help", COLUMNS="80").stdout.partition("Commands:")[2]
+    assert text.count("\n") > 2 and "..." not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "helps"),
+    [
+        (["help"], "nibble --help"),
+        (["chat"], "nibble chat --help"),
+        (["status", "--port", "9"], "nibble status --help"),
+        (["recipes", "show"], "nibble recipes show --help"),
+    ],
+)
+def test_a_misused_verb_names_its_own_help(words: list[str], helps: str) -> None:
+    run = nibble(*words)
+    assert run.returncode == 2 and run.stderr.endswith(f"; see `{helps}`\n")
+    assert ".;" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["cluster", "manifest"], ("kuberay|lws", "--image", "--shm", "--cache", "--rdma")),
+        (["tune"], ("--shape", "--seconds", "--json")),
+    ],
+)
+def test_help_of_a_verb_with_options_besides_those_of_all_names_them(
+    words: list[str], named: tuple[str, ...]
+) -> None:
+    run = nibble(*words, "--help")
+    assert run.returncode == 0 and run.stdout.startswith(f"usage: nibble {' '.join(words)} ")
+    assert [option for option in named if option not in run.stdout] == []
+
+
 def test_a_plan_that_serve_would_refuse_for_memory_says_so_and_why() -> None:
     text = nibble("plan", "nibble-demo", NIBBLE_MEMORY_RESERVE_GIB="4000").stdout
     assert re.search(
@@ -105,9 +141,16 @@ def test_a_plan_that_serve_would_refuse_for_memory_says_so_and_why() -> None:
     assert "exit 7" not in nibble("plan", "nibble-demo", NIBBLE_MEMORY_RESERVE_GIB="0").stdout
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
-    run = nibble("recipes", "show", "nvidia/Qwen3.6-35B-A3B-NVFP")
-    assert run.returncode == 2 and "nvidia/Qwen3.6-35B-A3B-NVFP4" in run.stderr
+@pytest.mark.parametrize("verb", ["show", "lint"])
+def test_a_misspelled_recipe_is_one_line_that_names_the_nearest(verb: str) -> None:
+    run = nibble("recipes", verb, "nvidia/qwen3-8b-nvfp4")
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert run.stderr.endswith("did you mean nvidia/Qwen3-8B-NVFP4?\n")
+
+
+def test_status_without_a_server_says_how_to_start_one() -> None:
+    run = nibble("status", NIBBLE_CONTROL_PORT="9")
+    assert run.returncode == 10 and "start a server with `make serve`" in run.stderr
 
 
 def test_chat_without_a_server_says_how_to_start_one() -> None:

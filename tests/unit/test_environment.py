@@ -175,6 +175,11 @@ def test_a_dead_variable_without_a_successor_is_an_error_naming_it(name: str) ->
     assert error.code == ExitCode.CONFIG and name in error.line()
 
 
+@pytest.mark.parametrize("name", ["PORT", "MODEL", "HOST"])
+def test_a_name_that_has_no_prefix_is_suggested_without_it(name: str) -> None:
+    assert f"did you mean {name}?" in failure({f"NIBBLE_{name}": "1"}).line()
+
+
 def test_every_option_name_is_known() -> None:
     for option in options().values():
         assert set(option.env) <= nibble_names()

@@ -131,6 +131,29 @@ def test_what_cannot_be_bundled_is_refused_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_an_engine_that_does_not_answer_is_not_taken_for_one_without_the_image(
+    tmp_path: Path, environ: dict[str, str], model: Path
+) -> None:
+    cannot = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock"
+    Path(environ["DOCKER"]).write_text(f"#!/bin/sh\necho '{cannot}' >&2\nexit 1\n")
+    with pytest.raises(NibbleError) as caught:
+        write_bundle(str(model), None, tmp_path / "bundle", "nibble:cpu", environ, lambda _: None)
+    assert caught.value.code == ExitCode.NO_HARDWARE
+    assert f"does not answer: {cannot}" in caught.value.line()
+    assert "systemctl start docker" in caught.value.action and "build.sh" not in caught.value.line()
+
+
+def test_without_a_container_engine_the_error_says_where_to_run_it(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NibbleError) as caught:
+        write_bundle(str(model), None, tmp_path / "bundle", "nibble:cpu", {}, lambda _: None)
+    assert caught.value.code == ExitCode.NO_HARDWARE
+    assert "neither docker nor podman" in caught.value.line()
+    assert "on the machine that has the image" in caught.value.action
+
+
 def test_a_full_disk_leaves_nothing_half_written(
     tmp_path: Path, environ: dict[str, str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,13 @@ def test_unknown_model_exits_4_and_says_where_it_looked(hub: Hub, environ) -> No
     assert f"{hub.url} has no public model acme/nope" in error.line()
 
 
+def test_a_misspelled_model_of_nibbles_is_suggested(hub: Hub, environ) -> None:
+    for offline in ("0", "1"):
+        with pytest.raises(NibbleError) as caught:
+            pull("nibble-demo-nvfp", None, {**environ, "HF_HUB_OFFLINE": offline})
+        assert "did you mean nibble-demo-nvfp4? else " in caught.value.line()
+
+
 def test_unknown_model_with_a_token_blames_no_missing_token(environ) -> None:
     error = refusal("acme/nope", environ | {"HF_TOKEN": GOOD_TOKEN})
     assert "that this HF_TOKEN can read" in error.line()

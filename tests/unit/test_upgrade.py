@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -140,7 +142,76 @@ def test_the_report_counts_what_is_in_the_way() -> None:
     assert "to port, since their lines changed: one" in text
     assert "N3 failed" in text and "N4" not in text
     assert "no flag --x" in text and "--seed: 0 -> 3" in text
-    assert "3 finding(s) to resolve" in text
+    assert "3 finding(s) to resolve" in text and "serve on with 0.32.0" in text
+
+
+def test_flashinfer_is_the_requirement_alone() -> None:
+    metadata = "Name: vllm\nRequires-Dist: flashinfer-python==0.7.2.post1\nRequires-Dist: x\n"
+    assert upgrade.flashinfer_of(metadata) == "flashinfer-python==0.7.2.post1"
+    extra = "Requires-Dist: flashinfer-python==0.7.0; extra == 'x'\n"
+    assert upgrade.flashinfer_of(extra) == "flashinfer-python==0.7.0"
+    assert upgrade.flashinfer_of("Name: vllm\n") is None
+
+
+_RETRY = (
+    "WARNING: Retrying (Retry(total=0)) after connection broken by '{}': /simple/vllm/\n"
+    "ERROR: No matching distribution found for vllm\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("printed", "why", "action"),
+    [
+        (
+            _RETRY.format("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]"),
+            "the certificate of the package index is not trusted",
+            "PIP_CERT",
+        ),
+        (
+            _RETRY.format(
+                "NewConnectionError('<HTTPSConnection object at 0x7f>: Failed to establish a new"
+                " connection: [Errno -3] Temporary failure in name resolution')"
+            ),
+            "the package index does not answer (Temporary failure in name resolution)",
+            "PIP_INDEX_URL",
+        ),
+        (
+            _RETRY.format("ReadTimeoutError(\"HTTPSConnectionPool(host='x'): Read timed out.\")"),
+            "the package index does not answer (ReadTimeoutError)",
+            "PIP_INDEX_URL",
+        ),
+        (
+            "ERROR: No matching distribution found for vllm==9.9\n",
+            "No matching distribution found for vllm==9.9",
+            "correct --to",
+        ),
+    ],
+)
+def test_a_release_that_cannot_be_downloaded_is_told_with_the_cause(
+    printed: str, why: str, action: str
+) -> None:
+    error = upgrade.not_downloaded("vllm", printed)
+    assert error.what == f"vllm cannot be downloaded: {why}"
+    assert error.code is ExitCode.VERIFY and action in error.action and "--tree" in error.action
+
+
+def test_a_release_is_unpacked_in_the_cache_and_what_was_left_there_goes(tmp_path: Path) -> None:
+    old, young = tmp_path / "upgrade-old", tmp_path / "upgrade-young"
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (0, 0))
+    with upgrade.scratch({"NIBBLE_CACHE_DIR": str(tmp_path)}) as folder:
+        assert folder.parent == tmp_path
+    assert not folder.exists() and not old.exists() and young.exists()
+
+
+def test_a_full_disk_under_the_unpacked_release_is_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(NibbleError) as caught,
+        upgrade.scratch({"NIBBLE_CACHE_DIR": str(tmp_path)}),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.code is ExitCode.NO_FIT and "No space left" in caught.value.line()
 
 
 @pytest.mark.parametrize("version", ["new", "0.33.0; rm", "", "0"])

@@ -44,7 +44,7 @@ def bench_rows() -> list[Row]:
             "bench-rounds",
             "`nibble bench` with no rounds, `nibble soak` with no time",
             2,
-            "Invalid value for '--…': …; see `nibble --help`",
+            "Invalid value for '--…': …; see `nibble … --help`",
             Case(("bench", "--rounds", "0")),
             Case(("soak", "--minutes", "0")),
             Case(("soak", "--minutes", "many")),
@@ -66,6 +66,14 @@ def bench_rows() -> list[Row]:
             " weights as GGUF; llama.cpp loads no other checkpoint; name the file with --gguf",
             Case(("bench", "--against", "llama.cpp")),
             Case(("bench", "--against", "llama.cpp", "--gguf", "{tmp}/none.gguf")),
+        ),
+        row(
+            "bench-peer-program",
+            "`nibble bench --against` a server whose program is not here",
+            5,
+            "… is not a program that can be run here; expected a program that starts …; install it,"
+            " or name it with --peer-program",
+            Case(("bench", "--against", "sglang", "--peer-program", "{tmp}/none")),
         ),
         row(
             "bench-compare-file",

@@ -100,8 +100,8 @@ def machine_rows() -> list[Row]:
             "status-of-none",
             "`nibble status` where no server runs, or something else has its control port",
             10,
-            "nibble does not answer on control port … (…); start one, or set"
-            " NIBBLE_CONTROL_PORT to its port",
+            "nibble does not answer on control port … (…); start a server with `make serve`, or set"
+            " NIBBLE_CONTROL_PORT to the running one's",
             Case(("status",), {"NIBBLE_CONTROL_PORT": "{used_port}"}),
         ),
         row(

@@ -20,6 +20,14 @@ def reference_rows() -> list[Row]:
             Case(("reference", "{model}", "--dtype", "float16")),
         ),
         row(
+            "reference-out",
+            "`nibble reference --out` where no file can be written",
+            5,
+            "/proc/none/r.json cannot be written (No such file or directory); name another file"
+            " with --out",
+            Case(("reference", "{model}", "--out", "/proc/none/r.json")),
+        ),
+        row(
             "reference-device",
             "`nibble reference` on an unknown device",
             2,

@@ -39,7 +39,7 @@ def trial_rows() -> list[Row]:
             "selftest-limit",
             "`nibble selftest` or `tune` without time",
             2,
-            "Invalid value for '--…': …; see `nibble --help`",
+            "Invalid value for '--…': …; see `nibble … --help`",
             Case(("selftest", "--limit", "0")),
             Case(("tune", "--seconds", "0")),
         ),
