@@ -98,14 +98,14 @@ def test_wheels_given_to_a_build_are_in_reach_of_an_image_for_arm(
 ) -> None:
     """build.sh imports NIBBLE_BUILD_WHEELS as the engine's platform, whatever the image's is."""
     archive, out, wheels = tmp_path / "wheels.tar", tmp_path / "out", "nibble-test-wheels:given"
+    options = ["--platform", "linux/arm64", "--target", "wheels", "--output", str(out)]
+    options += ["--build-arg", f"WHEELS_IMAGE={wheels}", "--file", f"docker/Dockerfile.{target}"]
     (tmp_path / "empty.whl").touch()
     subprocess.run(["tar", "-C", tmp_path, "-cf", archive, "empty.whl"], check=True)
     docker("import", str(archive), wheels)
     try:
         done = subprocess.run(
-            [builder(), "build", "--platform", "linux/arm64", "--target", "wheels"]
-            + ["--output", str(out), "--build-arg", f"WHEELS_IMAGE={wheels}"]
-            + ["--file", f"docker/Dockerfile.{target}", "."],
+            [builder(), "build", *options, "."],
             cwd=ROOT,
             env=os.environ | {"DOCKER_BUILDKIT": "1"},
             capture_output=True,

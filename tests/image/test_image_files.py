@@ -114,7 +114,7 @@ def test_compiling_runs_on_the_build_machines_own_processor(target: str) -> None
     assert native == {"build-base", "compilers", "vllm-wheel", "kernels-build"} | flashinfer
 
 
-@pytest.mark.parametrize("arch, machine", [("amd64", "x86_64"), ("arm64", "aarch64")])
+@pytest.mark.parametrize(("arch", "machine"), [("amd64", "x86_64"), ("arm64", "aarch64")])
 def test_pip_takes_a_locks_lines_for_the_images_processor(
     arch: str, machine: str, tmp_path: Path
 ) -> None:
