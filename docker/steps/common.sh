@@ -39,9 +39,14 @@ target_machine() {
   esac
 }
 
-# pip of this machine's Python, with wheels for the image's processor. CPython's own variable for cross builds decides it.
+# pip of this machine's Python, with wheels for the image's processor: CPython's own variable for cross builds decides which
+# wheels fit, and platform.machine() which lines of a lock hold.
 pip_for_the_target() {
-  _PYTHON_HOST_PLATFORM="linux-$(target_machine)" /opt/venv/bin/python -m pip "$@"
+  local machine
+  machine=$(target_machine)
+  _PYTHON_HOST_PLATFORM="linux-${machine}" /opt/venv/bin/python -c "import platform, runpy
+platform.machine = lambda: '${machine}'
+runpy.run_module('pip', run_name='__main__', alter_sys=True)" "$@"
 }
 
 # Prints a requirements lock without the entry (and hashes) of the packages named.

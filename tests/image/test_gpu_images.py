@@ -92,6 +92,33 @@ def test_a_wrong_checksum_is_refused_in_one_line(build_environ: dict[str, str]) 
     assert "does not have the pinned sha256" in str(refused.value)
 
 
+@pytest.mark.parametrize("target", ["gb10", "cpu"])
+def test_wheels_given_to_a_build_are_in_reach_of_an_image_for_arm(
+    target: str, engine: None, tmp_path: Path
+) -> None:
+    """build.sh imports NIBBLE_BUILD_WHEELS as the engine's platform, whatever the image's is."""
+    archive, out, wheels = tmp_path / "wheels.tar", tmp_path / "out", "nibble-test-wheels:given"
+    options = ["--platform", "linux/arm64", "--target", "wheels", "--output", str(out)]
+    options += ["--build-arg", f"WHEELS_IMAGE={wheels}", "--file", f"docker/Dockerfile.{target}"]
+    (tmp_path / "empty.whl").touch()
+    subprocess.run(["tar", "-C", tmp_path, "-cf", archive, "empty.whl"], check=True)
+    docker("import", str(archive), wheels)
+    try:
+        done = subprocess.run(
+            [builder(), "build", *options, "."],
+            cwd=ROOT,
+            env=os.environ | {"DOCKER_BUILDKIT": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert (out / "empty.whl").exists()
+    finally:
+        docker("rmi", wheels)
+
+
 @pytest.fixture
 def cuda_base(base_image: str, tmp_path: Path) -> str:
     """The stand-in base with the CUDA toolkit of this machine, which compiles nibble-kernels and

@@ -114,6 +114,27 @@ def test_compiling_runs_on_the_build_machines_own_processor(target: str) -> None
     assert native == {"build-base", "compilers", "vllm-wheel", "kernels-build"} | flashinfer
 
 
+@pytest.mark.parametrize(("arch", "machine"), [("amd64", "x86_64"), ("arm64", "aarch64")])
+def test_pip_takes_a_locks_lines_for_the_images_processor(
+    arch: str, machine: str, tmp_path: Path
+) -> None:
+    """Such as cpu.lock's Intel libraries, which Arm has none of: pip looked for them there."""
+    steps = (DOCKER / "steps/common.sh").read_text().replace("/opt/venv", sys.prefix)
+    (tmp_path / "common.sh").write_text(steps)
+    lock = tmp_path / "lock"
+    words = ["pip_for_the_target", "install", "--dry-run", "--no-index", "-r", str(lock)]
+    for marked in ("x86_64", "aarch64"):
+        lock.write_text(f"no-such-package==1 ; platform_machine == '{marked}'\n")
+        done = subprocess.run(
+            ["bash", "-c", f"source {tmp_path}/common.sh; {' '.join(words)}"],
+            env=os.environ | {"TARGETARCH": arch, "PIP_FIND_LINKS": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode == 0) == (marked != machine), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_image_has_an_argument_with_a_default(target: str) -> None:
     text = dockerfile(target)
