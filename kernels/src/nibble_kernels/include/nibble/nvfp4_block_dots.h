@@ -9,7 +9,9 @@ template <int kRows, int kTiles, class Weights>
 inline void add_block_of_bytes(const Weights& weights, const Lanes (&scale)[kTiles], const QuantizedRows& x,
                                int64_t block, int64_t blocks, Lanes (&total)[kRows][kTiles]) {
   Bytes w[kTiles][4];
-  for (int t = 0; t < kTiles; ++t) for_each_of<4>([&](auto i) { w[t][i] = weights(t, i); });
+  for_each_of<4>([&](auto i) {
+    for (int t = 0; t < kTiles; ++t) w[t][i] = weights(t, i);
+  });
   for (int r = 0; r < kRows; ++r) {
     const int64_t at = r * blocks + block;
     for (int t = 0; t < kTiles; ++t) {
