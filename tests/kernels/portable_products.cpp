@@ -78,7 +78,7 @@ void products(int64_t rows, int64_t columns, int64_t count) {
   for (float& one : x) one = (static_cast<int32_t>(random_bits() % 2001) - 1000) / 256.0f;
   for (int8_t& one : values) one = static_cast<int8_t>(static_cast<int32_t>(random_bits() % 25) - 12);
   for (float& one : row_scales) one = static_cast<float>(random_bits() % 448);
-  const QuantizedRows quantized{values.data(), row_scales.data(), offsets.data()};
+  const QuantizedRows quantized{values.data(), row_scales.data(), offsets.data(), nullptr};
   std::vector<float> sums(count * tiles * kLaneRows);
   const int64_t panel_bytes = std::max(kPortableFloats.panel_bytes, kPortableBytes.panel_bytes);
   void* const panel = std::aligned_alloc(64, (panel_bytes + 63) / 64 * 64);

@@ -136,6 +136,24 @@ def integer_reference(x: Tensor, weight: Tensor, scales: Tensor, inverse: Tensor
     return total * (1 / inverse)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_quantized_blocks_are_exact_with_every_scale(level: str, sign: int) -> None:
+    """Every scale of activations, with blocks whose sums are the largest that there are."""
+    if level == "reference":
+        pytest.skip("torch's own matrix product adds in its own order")
+    every = torch.arange(0x7F).to(torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
+    x = torch.cat([6 * every.expand(-1, 16), -6 * every.expand(-1, 16)], dim=1)
+    weight = torch.tensor([0x77, 0xFF, 0x7F, 0x00]).to(torch.uint8)[:, None].expand(-1, 16)
+    scales = torch.tensor([448.0, 2**-9])[None].expand(4, -1).to(torch.float8_e4m3fn)
+    operands = weight.contiguous(), scales.contiguous()
+    inverse = torch.tensor(float(sign))
+    expected = integer_reference(x, *operands, inverse)
+    for first, count in ((0, 127), (0, 8), (120, 3), (126, 1)):
+        rows = slice(first, first + count)
+        found = linear(level, x[rows], *operands, input_scale_inv=inverse)
+        assert torch.equal(found, expected[rows]), (first, count)
+
+
 @pytest.mark.parametrize("columns", [16, 48, 576, 1040])
 def test_quantized_products_are_those_of_integers_to_the_bit(level: str, columns: int) -> None:
     """On every level and for any number of rows."""

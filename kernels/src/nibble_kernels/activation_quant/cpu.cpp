@@ -41,17 +41,28 @@ NIBBLE_FUNCTION int32_t double_values(const uint8_t* packed, int8_t* doubled) {
   return sum[0] + sum[1];
 }
 
+// Of an E4M3 scale, times 2^6 as QuantizedRows has it.
+NIBBLE_FUNCTION ScaledOffset scaled_offset(uint32_t scale, int32_t offset) {
+  const uint32_t exponent = scale >> 3 & 15, magnitude = (scale & 7) + (exponent ? 8 : 0);
+  const int32_t significand = scale & 0x80 ? -static_cast<int32_t>(magnitude) : static_cast<int32_t>(magnitude);
+  const uint32_t base = (127 + 19 + std::max(exponent, 1u)) << 23 | 1u << 22;
+  return {static_cast<int32_t>((significand & 0xffff) * 0x10001u), static_cast<int32_t>(base) + offset * significand,
+          (scale & 0x7f) == 0x7f ? std::numeric_limits<float>::quiet_NaN() : std::bit_cast<float>(base)};
+}
+
 NIBBLE_CPU_LEVELS void quantize_bytes(const float* x, int64_t blocks, float global_scale_inv, int8_t* values,
-                                      float* scales, int32_t* offsets) {
+                                      float* scales, int32_t* offsets, ScaledOffset* scaled_offsets) {
   const float global_scale = 1.0f / global_scale_inv;
   for (int64_t block = 0; block < blocks; ++block, x += kBlock, values += kBlock) {
-    const float value = e4m3_decode(e4m3_encode(global_scale_inv * (block_amax(x) * (1.0f / 6.0f))));
+    const uint32_t scale = e4m3_encode(global_scale_inv * (block_amax(x) * (1.0f / 6.0f)));
+    const float value = e4m3_decode(scale);
     uint32_t codes[kBlock];
     uint8_t packed[kBlock / 2];
     encode_block(x, value == 0.0f ? 0.0f : 1.0f / (value * global_scale), codes);
     pack_block(codes, packed);
     offsets[block] = -12 * double_values(packed, values);
     scales[block] = value * 0x1p6f;
+    scaled_offsets[block] = scaled_offset(scale, offsets[block]);
   }
 }
 
@@ -173,8 +184,8 @@ std::tuple<Tensor, Tensor, Tensor> add_rmsnorm_nvfp4_quant(const Tensor& input, 
 }  // namespace
 
 void quantize_row(const float* x, int64_t columns, float global_scale_inv, int8_t* values, float* scales,
-                  int32_t* offsets) {
-  quantize_bytes(x, columns / kBlock, global_scale_inv, values, scales, offsets);
+                  int32_t* offsets, ScaledOffset* scaled_offsets) {
+  quantize_bytes(x, columns / kBlock, global_scale_inv, values, scales, offsets, scaled_offsets);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {

@@ -88,12 +88,11 @@ struct Bytes {
 constexpr int kFewOfBytes = 4, kTilesOfBytes = 1, kRowsOfBytes = 4;
 constexpr int64_t kDepthOfBytes = 64;
 
-inline void bytes_of(const uint8_t* codes, Bytes (&w)[4]) {
+template <int i>
+inline Bytes bytes_of(const uint8_t* codes) {
   const __m128i values = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-  for (int i = 0; i < 4; ++i) {
-    const uint8_t* half = codes + i / 2 * 64;
-    w[i] = {look_up(values, codes_at(half), i % 2), look_up(values, codes_at(half + 32), i % 2)};
-  }
+  const uint8_t* half = codes + i / 2 * 64;
+  return {look_up(values, codes_at(half), i % 2), look_up(values, codes_at(half + 32), i % 2)};
 }
 
 inline void store_bytes(char* to, Bytes w) {
@@ -105,18 +104,43 @@ inline Bytes load_bytes(const char* from) {
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32))};
 }
 
-// At most 24 · 12 · 16 in sixteen bits: no sum saturates.
-inline Lanes block_dot(const Bytes (&w)[4], const int8_t* x, const int32_t* offset) {
-  __m256i low = _mm256_setzero_si256(), high = low;
-  for (int i = 0; i < 4; ++i) {
-    int four;
-    std::memcpy(&four, x + 4 * i, sizeof four);
-    low = _mm256_add_epi16(low, _mm256_maddubs_epi16(w[i].low, _mm256_set1_epi32(four)));
-    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(w[i].high, _mm256_set1_epi32(four)));
-  }
-  const __m256i one = _mm256_set1_epi16(1), start = _mm256_set1_epi32(*offset);
-  return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(low, one), start)),
-          _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(high, one), start))};
+// Keeps the order of additions: gcc would add all products of a block at its end, from memory.
+inline __m256i in_order(__m256i sums) {
+  asm("" : "+x"(sums));
+  return sums;
+}
+
+// At most 24 · 12 · 8 in sixteen bits: no sum saturates.
+inline Bytes multiply_bytes(Bytes sums, Bytes w, const int8_t* x) {
+  int four;
+  std::memcpy(&four, x, sizeof four);
+  const __m256i each = _mm256_set1_epi32(four);
+  return {in_order(_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(w.low, each))),
+          in_order(_mm256_add_epi16(sums.high, _mm256_maddubs_epi16(w.high, each)))};
+}
+
+// Dot products times x's scale, as ScaledOffset says: a product of words, which adds their pairs, replaces a
+// conversion and a product of floats.
+inline Lanes scaled(Bytes sums, const ScaledOffset& offset) {
+  const __m256i multiplier = _mm256_set1_epi32(offset.multiplier), start = _mm256_set1_epi32(offset.start);
+  const __m256 base = _mm256_set1_ps(offset.base);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_madd_epi16(sums.low, multiplier), start)) - base,
+          _mm256_castsi256_ps(_mm256_add_epi32(_mm256_madd_epi16(sums.high, multiplier), start)) - base};
+}
+
+// Weights are loaded, or decoded, once for all rows: sixteen registers do not hold a block of them.
+template <int kRows, class Weights>
+inline void add_block_of_bytes(const Weights& weights, const Lanes (&scale)[1], const QuantizedRows& x, int64_t block,
+                               int64_t blocks, Lanes (&total)[kRows][1]) {
+  const auto at = [&](int r) { return r * blocks + block; };
+  Bytes sums[kRows];
+  for (int r = 0; r < kRows; ++r) sums[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for_each_of<4>([&](auto i) {
+    const Bytes w = weights(0, i);
+    for (int r = 0; r < kRows; ++r) sums[r] = multiply_bytes(sums[r], w, x.values + at(r) * kBlockColumns + 4 * i);
+  });
+  for (int r = 0; r < kRows; ++r)
+    total[r][0] = fma(scaled(sums[r], x.scaled_offsets[at(r)]), scale[0], total[r][0]);
 }
 
 #include "nibble/nvfp4_matmul_bytes.h"
@@ -152,12 +176,6 @@ inline Pairs load_pairs(const char* from) {
 }
 
 inline Sums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-
-// Keeps the order of additions: gcc would add all products of a block at its end, from memory.
-inline __m256i in_order(__m256i sums) {
-  asm("" : "+x"(sums));
-  return sums;
-}
 
 // At most 16 · 12 · 2^8 · 2^15 in 32 bits.
 inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {

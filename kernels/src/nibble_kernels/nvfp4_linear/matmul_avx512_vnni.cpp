@@ -22,13 +22,11 @@ constexpr int kFewOfBytes = 8, kTilesOfBytes = 2, kRowsOfBytes = 8;
 constexpr int64_t kDepthOfBytes = 64;
 
 // The permutation reads the lowest six bits of each byte, and only four make a difference.
-inline void bytes_of(const uint8_t* codes, Bytes (&w)[4]) {
+template <int i>
+inline Bytes bytes_of(const uint8_t* codes) {
   const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  for (int half = 0; half < 2; ++half) {
-    const __m512i pairs = _mm512_loadu_si512(codes + half * 64);
-    w[half * 2] = _mm512_permutexvar_epi8(pairs, values);
-    w[half * 2 + 1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(pairs, 4), values);
-  }
+  const __m512i pairs = _mm512_loadu_si512(codes + i / 2 * 64);
+  return _mm512_permutexvar_epi8(i % 2 ? _mm512_srli_epi16(pairs, 4) : pairs, values);
 }
 
 inline void store_bytes(char* to, Bytes w) { _mm512_storeu_si512(to, w); }
@@ -44,6 +42,7 @@ inline Lanes block_dot(const Bytes (&w)[4], const int8_t* x, const int32_t* offs
   return _mm512_cvtepi32_ps(sums);
 }
 
+#include "nibble/nvfp4_block_dots.h"
 #include "nibble/nvfp4_matmul_bytes.h"
 
 typedef __m512i Pairs;

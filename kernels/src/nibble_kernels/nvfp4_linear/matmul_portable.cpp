@@ -78,10 +78,11 @@ struct Bytes {
 constexpr int kFewOfBytes = 4, kTilesOfBytes = 1, kRowsOfBytes = 4;
 constexpr int64_t kDepthOfBytes = 32;
 
-inline void bytes_of(const uint8_t* codes, Bytes (&w)[4]) {
-  for (int i = 0; i < 4; ++i)
-    for (int at = 0; at < 4 * kLaneRows; ++at)
-      w[i].value[at] = kDoubled[codes[i / 2 * 64 + at] >> i % 2 * 4 & 15];
+template <int i>
+inline Bytes bytes_of(const uint8_t* codes) {
+  Bytes w;
+  for (int at = 0; at < 4 * kLaneRows; ++at) w.value[at] = kDoubled[codes[i / 2 * 64 + at] >> i % 2 * 4 & 15];
+  return w;
 }
 inline void store_bytes(char* to, const Bytes& w) { std::memcpy(to, w.value, sizeof w.value); }
 inline Bytes load_bytes(const char* from) {
@@ -98,6 +99,7 @@ inline Lanes block_dot(const Bytes (&w)[4], const int8_t* x, const int32_t*) {
   return lanes([&](int i) { return static_cast<float>(sums[i]); });
 }
 
+#include "nibble/nvfp4_block_dots.h"
 #include "nibble/nvfp4_matmul_bytes.h"
 
 }  // namespace

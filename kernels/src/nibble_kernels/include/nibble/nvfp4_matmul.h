@@ -57,13 +57,22 @@ void unpack_tile(const Tiles& tile, int64_t row, int64_t rows, uint8_t* codes, u
 // What the activations of one set of instructions are.
 enum class Operand { kBfloat16, kFloat };
 
+// A block's scale and offset for 16-bit sums: where d is a block's dot product without its offset, the bits
+// d * multiplier + start are the float base + (d + offset) * scale, exactly.
+struct ScaledOffset {
+  int32_t multiplier;  // an E4M3 number's significand, as two words
+  int32_t start;
+  float base;  // 1.5 * 2^23 times the significand's unit; NaN if the scale is
+};
+
 // Rows of quantized activations: twice their E2M1 values, in a block in the order of decoded codes (columns 0,
 // 4, 1, 5, 2, 6, 3, 7 and so on), their block scales times 2^6, and -12 times each block's sum, which makes up
-// for weights that are decoded as twice their value + 12.
+// for weights that are decoded as twice their value + 12; and both once more, in one.
 struct QuantizedRows {
   const int8_t* values;  // [row][columns]
   const float* scales;   // [row][blocks]
   const int32_t* offsets;
+  const ScaledOffset* scaled_offsets;
 };
 
 // A value that a word does not hold: what it lacks, times kRestFactor.

@@ -2,37 +2,30 @@
 // one. That file defines, in its unnamed namespace, Lanes as for nvfp4_matmul_floats.h and
 //
 //   Bytes                               four codes of each of 16 rows, doubled + 12
-//   bytes_of(codes, Bytes (&w)[4])      a block
+//   bytes_of<i>(codes)                  the i-th of a block
 //   store_bytes(p, w), load_bytes(p)
-//   block_dot(w, x, offset)             a block's dot product, as Lanes: exact
+//   add_block_of_bytes(weights, scale, x, block, blocks, total)
+//                                       adds a block's products, times both scales, to the totals of some rows
+//                                       and tiles; weights(t, i) are the i-th bytes of a tile, i a constant
 //   kFewOfBytes, kTilesOfBytes, kRowsOfBytes, kDepthOfBytes (blocks of a panel)
+//
+// A block's product with both scales is exact, 12 bits, 4 and 4, so that sums have the same bits on every level.
 
 #include "nibble/nvfp4_matmul_loops.h"
 
-// total + dot · x's scale · the weights' scales. The product is exact: 12, 4 and 4 bits.
-inline Lanes add_scaled(Lanes dot, const float* x_scale, Lanes scale, Lanes total) {
-  return fma(dot * broadcast(*x_scale), scale, total);
-}
-
 template <int kCount>
 void few_quantized_rows(const Tiles& tile, const QuantizedRows& x, float* sums, int64_t stride) {
-  const int64_t columns = tile.blocks * kBlockColumns;
   const uint8_t *codes = tile.codes, *scales = tile.scales;
-  Lanes total[kCount];
-  for (int m = 0; m < kCount; ++m) total[m] = zero();
+  Lanes total[kCount][1];
+  for (int m = 0; m < kCount; ++m) total[m][0] = zero();
   for (int64_t b = 0; b < tile.blocks; ++b) {
     fetch(codes, scales, b);
-    Bytes w[4];
-    bytes_of(codes, w);
-    const Lanes scale = scales_of(scales);
-    for (int m = 0; m < kCount; ++m) {
-      const int64_t at = m * tile.blocks + b;
-      const Lanes dot = block_dot(w, x.values + m * columns + b * kBlockColumns, x.offsets + at);
-      total[m] = add_scaled(dot, x.scales + at, scale, total[m]);
-    }
+    const Lanes scale[1] = {scales_of(scales)};
+    add_block_of_bytes([&](int, auto i) { return bytes_of<decltype(i)::value>(codes); }, scale, x, b, tile.blocks,
+                       total);
     codes += kBlockCodeBytes, scales += kLaneRows;
   }
-  for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
+  for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m][0]);
 }
 
 void few_quantized(const Tiles& tile, const QuantizedRows& x, int64_t count, float* sums, int64_t stride) {
@@ -44,36 +37,24 @@ constexpr int kBytesBytes = 4 * 64;  // of a block and tile in the panel, then c
 constexpr int kBlockBytes = kBytesBytes + 64;
 
 template <int kTiles, int kRows>
-void multiply_bytes(const char* panel, int64_t depth, const QuantizedRows& x, int64_t blocks, bool first,
-                    float* sums, int64_t stride) {
+void multiply_bytes_panel(const char* panel, int64_t depth, const QuantizedRows& x, int64_t blocks, bool first,
+                          float* sums, int64_t stride) {
   Lanes total[kRows][kTiles];
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTiles; ++t)
       total[r][t] = first ? zero() : load(sums + r * stride + t * kLaneRows);
   for (int64_t b = 0; b < depth; ++b) {
-    Bytes w[kTiles][4];
+    const auto from = [&](int t) { return panel + (b * kTilesOfBytes + t) * kBlockBytes; };
     Lanes scale[kTiles];
-    for (int t = 0; t < kTiles; ++t) {
-      const char* from = panel + (b * kTilesOfBytes + t) * kBlockBytes;
-      for (int i = 0; i < 4; ++i) w[t][i] = load_bytes(from + i * 64);
-      scale[t] = load(reinterpret_cast<const float*>(from + kBytesBytes));
-    }
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t at = r * blocks + b;
-      for (int t = 0; t < kTiles; ++t) {
-        const Lanes dot = block_dot(w[t], x.values + at * kBlockColumns, x.offsets + at);
-        total[r][t] = add_scaled(dot, x.scales + at, scale[t], total[r][t]);
-      }
-    }
+    for (int t = 0; t < kTiles; ++t) scale[t] = load(reinterpret_cast<const float*>(from(t) + kBytesBytes));
+    add_block_of_bytes([&](int t, int i) { return load_bytes(from(t) + i * 64); }, scale, x, b, blocks, total);
   }
   for (int r = 0; r < kRows; ++r)
     for (int t = 0; t < kTiles; ++t) store(sums + r * stride + t * kLaneRows, total[r][t]);
 }
 
 inline void decode_bytes(const uint8_t* codes, const uint8_t* scales, char* to) {
-  Bytes w[4];
-  bytes_of(codes, w);
-  for (int i = 0; i < 4; ++i) store_bytes(to + i * 64, w[i]);
+  for_each_of<4>([&](auto i) { store_bytes(to + i * 64, bytes_of<decltype(i)::value>(codes)); });
   store(reinterpret_cast<float*>(to + kBytesBytes), scales_of(scales));
 }
 
@@ -90,10 +71,10 @@ void many_quantized_tiles(const Tiles& tiles, const QuantizedRows& x, int64_t co
     }
     for (int64_t row = 0; row < count; row += kRowsOfBytes) {
       const int64_t at = row * tiles.blocks + begin;
-      const QuantizedRows part{x.values + at * kBlockColumns, x.scales + at, x.offsets + at};
+      const QuantizedRows part{x.values + at * kBlockColumns, x.scales + at, x.offsets + at, x.scaled_offsets + at};
       with_count<kRowsOfBytes>(count - row < kRowsOfBytes ? count - row : kRowsOfBytes, [&](auto n) {
-        multiply_bytes<kTiles, decltype(n)::value>(panel, depth, part, tiles.blocks, begin == 0,
-                                                   sums + row * stride, stride);
+        multiply_bytes_panel<kTiles, decltype(n)::value>(panel, depth, part, tiles.blocks, begin == 0,
+                                                         sums + row * stride, stride);
       });
     }
   }

@@ -20,3 +20,12 @@ inline void with_count(int64_t count, const F& f) {
   }
   f(std::integral_constant<int, kMost>());
 }
+
+// Calls f(0) to f(kCount - 1), with constants.
+template <int kCount, class F>
+inline void for_each_of(const F& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    (f(std::integral_constant<int, i>()), ...);
+  }
+  (std::make_integer_sequence<int, kCount>());
+}

@@ -13,7 +13,7 @@ namespace nibble::cpu {
 
 // One row as nvfp4_quant makes it, as QuantizedRows has it.
 void quantize_row(const float* x, int64_t columns, float global_scale_inv, int8_t* values, float* scales,
-                  int32_t* offsets);
+                  int32_t* offsets, ScaledOffset* scaled_offsets);
 
 // Memory of a thread, aligned to 64 bytes; what was in it is gone.
 template <class Tag>
@@ -106,6 +106,7 @@ class Activations {
       bytes_.resize(rows_ * columns_);
       scales_.resize(rows_ * columns_ / kBlockColumns);
       offsets_.resize(scales_.size());
+      scaled_offsets_.resize(scales_.size());
     } else if (has_words()) {
       words_.allocate(rows_, columns_);
       not_finite_.resize(rows_);
@@ -123,7 +124,7 @@ class Activations {
     const int64_t at = row * columns_, block = at / kBlockColumns;
     if (quantized_) {
       quantize_row(x, columns_, global_scale_inv, bytes_.data() + at, scales_.data() + block,
-                   offsets_.data() + block);
+                   offsets_.data() + block, scaled_offsets_.data() + block);
     } else if (has_words()) {
       if (!words_.set(row, x))
         for (int64_t i = 0; i < columns_; ++i) not_finite_[row].push_back(x[i] * level_.floats->factor);
@@ -167,7 +168,8 @@ class Activations {
 
   QuantizedRows quantized_rows(int64_t row) const {
     const int64_t block = row * columns_ / kBlockColumns;
-    return {bytes_.data() + row * columns_, scales_.data() + block, offsets_.data() + block};
+    return {bytes_.data() + row * columns_, scales_.data() + block, offsets_.data() + block,
+            scaled_offsets_.data() + block};
   }
 
   const void* row_of(int64_t row) const {
@@ -237,6 +239,7 @@ class Activations {
   std::vector<float> floats_, scales_;
   std::vector<int8_t> bytes_;
   std::vector<int32_t> offsets_;
+  std::vector<ScaledOffset> scaled_offsets_;
   OwnedWordRows words_;
   std::vector<std::vector<float>> not_finite_;  // rows that words do not hold, for the loops of floats
 };
