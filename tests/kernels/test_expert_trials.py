@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,21 +29,21 @@ for words in json.load(sys.stdin):
 """
 
 
+def trial(kernel: str) -> dict[str, Any]:
+    return {
+        "name": kernel,
+        "task": "experts",
+        "kernel": kernel,
+        "shapes": SHAPES,
+        "rows": [1, 5, 17],
+        "timed_rows": [1, 16],
+        "seconds_each": 0.001,
+    }
+
+
 @pytest.fixture(scope="module")
 def found(installed: Any) -> list[dict[str, Any]]:
-    kernels = ("experts", "vllm:experts:bf16", "vllm:experts:fp4")
-    trials: list[dict[str, Any]] = [
-        {
-            "name": kernel,
-            "task": "experts",
-            "kernel": kernel,
-            "shapes": SHAPES,
-            "rows": [1, 5, 17],
-            "timed_rows": [1, 16],
-            "seconds_each": 0.001,
-        }
-        for kernel in kernels
-    ]
+    trials = [trial(name) for name in ("experts", "vllm:experts:bf16", "vllm:experts:fp4")]
     up_alone = {"shapes": [[6, 3, 64, 48, 1]]}
     trials += [trials[0] | up_alone, trials[0] | {"plant": "wrong"}]
     return findings(installed, ["-c", PROGRAM], trials)
@@ -66,3 +67,11 @@ def test_experts_without_a_gate_are_right(found: list[dict[str, Any]]) -> None:
 
 def test_a_planted_fault_is_found(found: list[dict[str, Any]]) -> None:
     assert found[4]["verdict"] == "wrong" and "4x2x128x96x2 with 1 tokens" in found[4]["detail"]
+
+
+def test_nothing_stays_in_the_temporary_folder(
+    installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    findings(installed, ["-c", PROGRAM], [trial("experts")])
+    assert not list(tmp_path.glob("nibble*"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import tempfile
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def is_weight_only(kernel: str) -> bool:
 
 @functools.cache
 def enter_world(device: str) -> None:
-    """One rank. Its rendezvous is a file that lives as long as the process."""
+    """One rank. Port 0: the store of the group listens on a free port."""
     os.environ |= {"VLLM_PLUGINS": "", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -62,10 +61,9 @@ def enter_world(device: str) -> None:
     torch.set_default_dtype(torch.bfloat16)
     if device == "cpu":
         _give_the_cpu_an_emulation()
-    folder = tempfile.mkdtemp(prefix="nibble-trial-")
     with set_current_vllm_config(VllmConfig()):
         backend = "nccl" if device == "cuda" else "gloo"
-        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend)
+        init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend)
         initialize_model_parallel(1)
 
 
