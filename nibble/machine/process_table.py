@@ -16,7 +16,7 @@ import psutil
 
 from nibble.machine.processes import reap
 
-TRACKER_S = 1.0
+TRACKER_S = 3.0  # a tracker that has just been started imports Python first, on a busy machine
 _GIB = 1 << 30
 
 

@@ -326,9 +326,12 @@ def test_shared_memory_and_sockets_of_a_killed_engine_are_removed(
         lambda self: Memory(100, 10 if by_watchdog and file.exists() else 90),
     )
     behave = f"""
+        from multiprocessing import resource_tracker
         from multiprocessing.shared_memory import SharedMemory
         import socket
         memory = SharedMemory(create=True, size=4096)
+        tracker = f"/proc/{{resource_tracker._resource_tracker._pid}}/cmdline"
+        while "resource_tracker" not in open(tracker).read(): time.sleep(0.01)  # only forked
         meeting = socket.socket(socket.AF_UNIX)
         meeting.bind(os.environ["VLLM_RPC_BASE_PATH"] + "/" + "u" * 36)
         running[0] = 1

@@ -14,8 +14,10 @@ from nibble.errors import ExitCode, NibbleError
 
 ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin at a multiple of it
 
+# Writable bytes: torch views them without a warning.
+Buffer = bytearray | memoryview
 # `read(first, count)` gives bytes of one tensor.
-Read = Callable[[int, int], bytearray]
+Read = Callable[[int, int], Buffer]
 # The tensors that one tensor becomes, and their bytes in the same order.
 Outputs = Callable[[TensorInfo], list[TensorInfo]]
 Data = Callable[[TensorInfo, Read], Iterable[Any]]
@@ -34,8 +36,8 @@ def folder_values(folder: Path) -> Values:
     """The stored bytes of the tensors of a folder."""
 
     def of(info: TensorInfo) -> Read:
-        def read(first: int, count: int) -> bytearray:
-            data = bytearray(count)  # writable: torch views it without a warning
+        def read(first: int, count: int) -> Buffer:
+            data = bytearray(count)
             with (folder / info.file).open("rb") as file:
                 file.seek(info.offset + first)
                 file.readinto(data)

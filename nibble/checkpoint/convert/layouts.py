@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nibble.checkpoint.convert.config import Layout
-from nibble.checkpoint.convert.files import Read, tensor
+from nibble.checkpoint.convert.files import Buffer, Read, tensor
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.nvfp4 import Nvfp4Weight
 from nibble.errors import ExitCode, NibbleError
@@ -103,7 +103,7 @@ class Relabel:
                 return name.removesuffix(short) + long
         return name
 
-    def _reordered(self, weight: Nvfp4Weight, scales: bytearray) -> Any:
+    def _reordered(self, weight: Nvfp4Weight, scales: Buffer) -> Any:
         """Block scales from row-major to 128x4 tiles or back."""
         import torch
         from nibble_kernels.scale_layout import tile, untile
@@ -114,7 +114,7 @@ class Relabel:
         return moved.contiguous().numpy().data
 
 
-def reciprocal(scale: bytes | bytearray) -> bytes:
+def reciprocal(scale: bytes | Buffer) -> bytes:
     """The float32 nearest to 1/x of a float32, both little-endian."""
     (value,) = struct.unpack("<f", scale)
     # Rounding the float64 quotient again is exact: 53 >= 2 * 24 + 2 bits

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nibble.checkpoint.convert.ahead import AHEAD_BYTES, ahead
-from nibble.checkpoint.convert.files import Read, Values, in_files
+from nibble.checkpoint.convert.files import Buffer, Read, Values, in_files
 from nibble.checkpoint.convert.quantize import (
     Amax,
     CacheScales,
@@ -102,5 +102,5 @@ def _nbytes(batch: Iterable[TensorInfo]) -> int:
     return sum(info.nbytes for info in batch)
 
 
-def _reader(data: bytearray) -> Read:
+def _reader(data: Buffer) -> Read:
     return lambda first, count: data if count == len(data) else data[first : first + count]

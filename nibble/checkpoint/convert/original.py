@@ -13,7 +13,7 @@ from typing import Literal
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
 from nibble.checkpoint.convert.config import CONFIG_FILE, HF_QUANT_FILE
-from nibble.checkpoint.convert.files import Read, Values, folder_values, index_names
+from nibble.checkpoint.convert.files import Buffer, Read, Values, folder_values, index_names
 from nibble.checkpoint.gguf.file import is_gguf
 from nibble.checkpoint.headers import TensorInfo
 from nibble.errors import ExitCode, NibbleError
@@ -47,7 +47,7 @@ class Original:
         def of(info: TensorInfo) -> Read:
             inner = self.values(info)
 
-            def read(first: int, count: int) -> bytearray:
+            def read(first: int, count: int) -> Buffer:
                 nonlocal done
                 data = inner(first, count)
                 done += count
