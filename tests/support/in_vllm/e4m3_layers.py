@@ -5,33 +5,23 @@ stdin, findings on stdout: the error against float64, or what refuses the case.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.in_vllm.expert_layers import as_on_an_h200
+from tests.support.in_vllm.expert_layers import answer, enter_vllm
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 128, 6, 2, 5
 
 
 def main() -> None:
-    os.environ["VLLM_PLUGINS"] = ""
-    from nibble.trials.worker.vllm_layers import enter_world
-
-    enter_world("cpu")
-    torch.set_default_dtype(torch.float32)
-    as_on_an_h200()
+    enter_vllm()
     from nibble.engine.plugin import cuda, e4m3
 
     e4m3.runs_here = cuda.runs_here
     e4m3.install_experts()
-    for case in json.load(sys.stdin):
-        print("FOUND", json.dumps(_finding(case)), flush=True)
-    os._exit(0)
+    answer(_finding)
 
 
 def _finding(case: dict[str, Any]) -> float | str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +20,27 @@ HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 64, 48, 6, 2, 5
 
 
 def main() -> None:
+    enter_vllm()
+    answer(_finding)
+
+
+def enter_vllm() -> None:
     os.environ["VLLM_PLUGINS"] = ""
     from nibble.trials.worker.vllm_layers import enter_world
 
     enter_world("cpu")
     torch.set_default_dtype(torch.float32)
-    as_on_an_h200()
+    _as_on_an_h200()
+
+
+def answer(finding: Callable[[dict[str, Any]], float | str]) -> None:
+    """Print the finding of each case, and end this process at once."""
     for case in json.load(sys.stdin):
-        print("FOUND", json.dumps(_finding(case)), flush=True)
+        print("FOUND", json.dumps(finding(case)), flush=True)
     os._exit(0)
 
 
-def as_on_an_h200() -> None:
+def _as_on_an_h200() -> None:
     from vllm.model_executor.layers.fused_moe import config as fused_moe
 
     from nibble.engine.plugin import cuda

@@ -18,7 +18,7 @@ from torch import Tensor
 from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear import shape
 from nibble_kernels.nvfp4_linear.weight import GROUP, QUARTERS
-from nibble_kernels.nvfp4_moe.gpu import grouped_by_torch, in_slices, takes_slices
+from nibble_kernels.nvfp4_moe.gpu import grouped_by_torch, in_slices, pairs_reference, takes_slices
 
 CHUNK = 128
 PIECE = 16  # bytes that a lane fetches at once
@@ -128,7 +128,7 @@ def _values(weight: E4m3Experts, columns: int, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def _factors(weight: E4m3Experts, expert: Tensor) -> Tensor:
+def _factors(weight: E4m3Experts, expert: Tensor | int) -> Tensor:
     """What sums of these experts are multiplied with, [..., N]."""
     factors = weight.global_scales[expert].repeat_interleave(weight.rows // 2, -1)
     return factors if weight.row_scales is None else factors * weight.row_scales[expert]
@@ -145,20 +145,13 @@ def _reference(
     rows: int,
     silu_mul: bool,
 ) -> Tensor:
-    """The specification: float32 throughout, rounded once at the end."""
-    ids = topk_ids.reshape(-1)
-    inputs = x.repeat_interleave(len(ids) // max(len(x), 1), 0).float()
-    y = torch.zeros(len(ids), rows // (2 if silu_mul else 1), device=x.device)
     experts = E4m3Experts(codes, scales, global_scales, row_scales, rows)
     values = _values(experts, x.shape[-1], torch.float32)
-    for expert in ids[(ids >= 0) & (ids < len(codes))].unique():
-        pairs = ids == expert
-        sums = inputs[pairs] @ values[expert].T * _factors(experts, expert)
-        if silu_mul:
-            gate, up = sums.chunk(2, dim=-1)
-            sums = torch.nn.functional.silu(gate) * up
-        y[pairs] = sums if topk_weights is None else sums * topk_weights.reshape(-1)[pairs, None]
-    return y.to(x.dtype)
+
+    def product(inputs: Tensor, expert: int) -> Tensor:
+        return inputs @ values[expert].T * _factors(experts, expert)
+
+    return pairs_reference(x, topk_ids, topk_weights, len(codes), rows, silu_mul, product)
 
 
 _decode = operator(

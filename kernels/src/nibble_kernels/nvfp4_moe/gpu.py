@@ -75,16 +75,34 @@ def _reference(
     native: bool,
     silu_mul: bool,
 ) -> Tensor:
-    """The specification: float32 throughout, rounded once at the end."""
+
+    def product(inputs: Tensor, expert: int) -> Tensor:
+        weight = PreparedWeight(codes[expert], scales[expert], rows, native)
+        sums = matmul(inputs, *stored_weight(weight, x.shape[-1]))
+        return sums * global_scales[expert].repeat_interleave(rows // 2)
+
+    return pairs_reference(x, topk_ids, topk_weights, len(codes), rows, silu_mul, product)
+
+
+def pairs_reference(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    experts: int,
+    rows: int,
+    silu_mul: bool,
+    product: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """The specification of a decode kernel: float32 throughout, rounded once at the end.
+
+    product: float32 rows [P, K] times the weight of one expert, [P, rows].
+    """
     ids = topk_ids.reshape(-1)
     inputs = x.repeat_interleave(len(ids) // max(len(x), 1), 0).float()
     y = torch.zeros(len(ids), rows // (2 if silu_mul else 1), device=x.device)
-    for expert in ids[(ids >= 0) & (ids < len(codes))].unique().tolist():
+    for expert in ids[(ids >= 0) & (ids < experts)].unique().tolist():
         pairs = ids == expert
-        stored = stored_weight(
-            PreparedWeight(codes[expert], scales[expert], rows, native), x.shape[-1]
-        )
-        sums = matmul(inputs[pairs], *stored) * global_scales[expert].repeat_interleave(rows // 2)
+        sums = product(inputs[pairs], expert)
         if silu_mul:
             gate, up = sums.chunk(2, dim=-1)
             sums = torch.nn.functional.silu(gate) * up
