@@ -151,9 +151,9 @@ class EngineOptions(BaseModel):
     moe_kernel: Literal["auto", contract.Kernel] = option(
         "auto",
         "Engine",
-        "Kernel for NVFP4 and E4M3 experts with BF16 activations on a GPU: `vllm` (vLLM's choice),"
-        " `nibble` or `auto`, which is vLLM's choice, and after trials on this machine the faster"
-        " one (docs/selftest.md).",
+        "Kernel for experts with BF16 activations on a GPU: `vllm` (vLLM's choice), `nibble` (NVFP4"
+        " and E4M3 experts) or `auto`: vLLM's choice, or for NVFP4 experts the faster one after"
+        " trials on this machine (docs/selftest.md).",
         "NIBBLE_MOE_KERNEL",
         flag="--moe-kernel",
         expected="auto, vllm or nibble",
