@@ -74,7 +74,7 @@ test: lint ## lint, types, and the tests that fit into 15 minutes on two cores
 	pytest $(PROCESSES)
 test-all: lint ## every test: the slow ones, and those that `make test` runs when their folder changed
 	pytest $(PROCESSES) --slow
-test-system: setup-dev ## services, engines, guests, registries and memory pressure, for real (as root; half an hour)
+test-system: setup-dev ## services, engines, guests, registries and memory pressure, for real (as root; 40 minutes on two cores)
 	pytest --system tests/system
 
 .PHONY: patches-newest demo lock clean
