@@ -19,7 +19,7 @@ from nibble.cluster.ray_workers import RayWorkers
 from nibble.cluster.roster import STOPPING, Roster
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.memory import MemorySource
-from nibble.machine.process_table import family, is_resource_tracker, kill_family
+from nibble.machine.process_table import Doomed, family, kill_family
 from nibble.machine.processes import become_subreaper, die_with_parent, signal_name, stop_signals
 from nibble.plan.memory import UNWATCHED, Limits, show_gib
 from nibble.serve.failures import kept
@@ -49,10 +49,10 @@ class RayProcess:
     lost: Callable[[], str | None] = lambda: None
     limit: Limits = UNWATCHED
     roster: Roster | None = None
-    _doomed: tuple[int, ...] = ()  # pids that the watchdog kills
     _events: queue.SimpleQueue[int | str | NibbleError] = field(default_factory=queue.SimpleQueue)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     _is_up: bool = False
+    _doomed: Doomed = field(default_factory=Doomed)
     _display: Display = field(default_factory=lambda: Display(silence=lambda: 0.0, live=False))
 
     def run(self) -> int:
@@ -68,7 +68,7 @@ class RayProcess:
                 start_new_session=True,
                 preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - see above
             )
-            self._doomed = (child.pid,)
+            self._doomed = Doomed(child.pid)
             reader = threading.Thread(target=self._read, args=(child,), daemon=True)
             reader.start()
             threading.Thread(target=lambda: self._events.put(child.wait()), daemon=True).start()
@@ -98,9 +98,7 @@ class RayProcess:
             self._events.put(
                 NibbleError(ExitCode.NO_FIT, what=what, expected=expected, action=advice)
             )
-            for pid in self._doomed:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._doomed.kill()
 
     def _wait(self, child: subprocess.Popen[bytes], reader: threading.Thread) -> int:
         event = self._next_event(child.pid)
@@ -173,7 +171,7 @@ class RayProcess:
             if not self._is_up and time.monotonic() >= deadline:
                 return None
             processes = family(session)
-            self._doomed = tuple(p.pid for p in processes if not is_resource_tracker(p.pid))
+            self._doomed.look(processes)
             if self._is_up and not needed <= {process.name for process in processes}:
                 return None
             if self._is_up and self.lost():

@@ -13,19 +13,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from nibble.machine.process_table import TRACKER_S, Process, is_resource_tracker, processes
+from nibble.machine.process_table import Process, kill_until_gone, processes
 from nibble.machine.processes import STOP_SIGNALS, started_ticks
 
 MARK = "NIBBLE_RUN"  # in the environment of vLLM and of all that it starts
 DONE = b"done"
 END_S = 10.0
-_POLL_S = 0.02
 _KEPT = ("LD_LIBRARY_PATH", "PATH")  # no secret is in what a user may see of it
 
 
@@ -91,25 +88,6 @@ def _is_marked(pid: int, mark: str) -> bool:
         return False
 
 
-def _victims(session: int, started: str, mark: str, past_s: float) -> Iterator[int]:
-    """Python's resource trackers may end by themselves: they remove the shared memory of those
-    that were killed.
-    """
-    for process in members(session, started, mark):
-        if past_s >= TRACKER_S or not is_resource_tracker(process.pid):
-            yield process.pid
-
-
-def end(session: int, started: str, mark: str) -> None:
-    """SIGKILL to all of a run until nothing of it is left."""
-    began = time.monotonic()
-    while (past_s := time.monotonic() - began) < END_S and members(session, started, mark):
-        for pid in _victims(session, started, mark, past_s):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_POLL_S)
-
-
 def main(words: list[str]) -> None:
     """Wait, and act where nibble is gone."""
     session, started, mark, folder = words
@@ -119,7 +97,7 @@ def main(words: list[str]) -> None:
         return
     with contextlib.suppress(OSError):  # the reader may be gone too
         os.write(2, b"[nibble] nibble was killed: ending vLLM at once\n")
-    end(int(session), started, mark)
+    kill_until_gone(lambda: members(int(session), started, mark), END_S)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 

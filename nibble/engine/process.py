@@ -24,11 +24,13 @@ from typing import IO
 
 from nibble.engine.guardian import MARK, Guardian
 from nibble.machine.process_table import (
+    Doomed,
     engine_title,
     family,
     is_resource_tracker,
     kill_family,
     own_titles,
+    without_trackers,
 )
 from nibble.machine.processes import become_subreaper, die_with_parent, ends
 
@@ -94,7 +96,6 @@ class Engine:
         self._events = events
         self._last_sign = time.monotonic()
         self._readers: list[threading.Thread] = []
-        self._doomed: tuple[int, ...] = ()  # whom `kill_at_once` kills
         # Forked from the main thread, since its death signal hangs on the thread that forked it,
         # and while no other thread can hold a lock that the child would inherit.
         self._child = subprocess.Popen(
@@ -106,6 +107,7 @@ class Engine:
             start_new_session=True,
             preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - see above
         )
+        self._doomed = Doomed(self.pid)
         self._guardian = Guardian(self.pid, mark, folder)
 
     @property
@@ -150,15 +152,12 @@ class Engine:
             self._child.send_signal(signal.SIGTERM)
 
     def kill_at_once(self) -> None:
-        """SIGKILL without a look at any process: to those `deaths` saw last, else to the
-        process group.
+        """SIGKILL without a look at any process: to the API process and those `deaths` saw.
 
-        Python's resource trackers live on, to remove the shared memory. `kill` finds what was
-        forked since.
+        Python's resource trackers live on, to remove the shared memory. `kill` finds the rest.
         """
-        for pid in self._doomed or (-self.pid,):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        self._child.kill()
+        self._doomed.kill()
 
     def kill_below(self) -> None:
         """SIGKILL to all but the API servers, which then end their clients' requests with an
@@ -185,14 +184,14 @@ class Engine:
 
         def find() -> dict[int, str]:
             processes = [one for one in family(self.pid) if one.pid != self._guardian.pid]
-            self._doomed = tuple(one.pid for one in processes if not is_resource_tracker(one.pid))
+            self._doomed.look(processes)
             titles = own_titles(processes, lambda one: engine_title(one.pid))
             return {pid: f"{own} (pid {pid})" for pid, own in titles.items() if pid != self.pid}
 
         try:
             yield from ends(find, over)
         finally:
-            self._doomed = ()  # the watch ends: another process may soon have such a pid
+            self._doomed.forget()
 
     def last_words(self) -> None:
         """Wait a moment until all output before its end has been read."""
@@ -204,7 +203,7 @@ class Engine:
         self._guardian.dismiss()
         kill_family(self.pid)
         self.last_words()
-        return [process.pid for process in family(self.pid)]
+        return without_trackers(family(self.pid))
 
     def _copy(
         self,

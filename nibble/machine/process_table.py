@@ -16,7 +16,8 @@ import psutil
 
 from nibble.machine.processes import reap
 
-TRACKER_S = 3.0  # a tracker that has just been started imports Python first, on a busy machine
+_TRACKER_S = 10.0  # a tracker that has just been started imports Python first, on a busy machine
+_POLL_S = 0.02
 _GIB = 1 << 30
 
 
@@ -82,25 +83,75 @@ def _is_below(process: psutil.Process, ancestor: psutil.Process) -> bool:
 
 
 def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
-    """SIGKILL everything in `family` until nothing is left; returns the killed pids.
-
-    It repeats, because a process can fork between the listing and the kill. Processes in
-    uninterruptible sleep (a hung driver) survive `timeout_s`; the caller reports them through
-    `family`. Python's resource trackers may end by themselves: they remove the shared memory of
-    killed processes.
-    """
-    killed: set[int] = set()
-    began = time.monotonic()
-    while (members := family(session)) and (past_s := time.monotonic() - began) < timeout_s:
-        for member in members:
-            if past_s < TRACKER_S and is_resource_tracker(member.pid):
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member.pid, signal.SIGKILL)
-                killed.add(member.pid)
-        time.sleep(0.02)
+    """`kill_until_gone` for `family(session)`; ended children are collected."""
+    killed = kill_until_gone(lambda: family(session), timeout_s)
     reap()
-    return sorted(killed)
+    return killed
+
+
+def kill_until_gone(find: Callable[[], Iterable[Process]], timeout_s: float = 5.0) -> list[int]:
+    """SIGKILL what `find` returns until it returns nothing; returns the killed pids.
+
+    Python's resource trackers may end by themselves once the others are gone: they remove the
+    shared memory of killed processes. Processes in uninterruptible sleep (a hung driver) survive
+    `timeout_s`, and with them their trackers; the caller reports them.
+    """
+    killed = _kill_repeatedly(lambda: without_trackers(find()), timeout_s)
+    if without_trackers(find()):
+        return sorted(killed)
+    deadline = time.monotonic() + _TRACKER_S
+    while any(True for _ in find()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return sorted(killed | _kill_repeatedly(lambda: [one.pid for one in find()], timeout_s=1))
+
+
+def _kill_repeatedly(find: Callable[[], list[int]], timeout_s: float) -> set[int]:
+    """It repeats, because a process can fork between the listing and the kill."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while (pids := find()) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        time.sleep(_POLL_S)
+    return killed
+
+
+def without_trackers(processes: Iterable[Process]) -> list[int]:
+    """Their pids, without those of Python's resource trackers."""
+    return [one.pid for one in processes if not is_resource_tracker(one.pid)]
+
+
+class Doomed:
+    """Pids that a watchdog kills at once when memory runs out.
+
+    A look at any process could block then (/proc/PID/cmdline waits for its memory map), so they
+    come from the last looks before. A process counts from its second look on: Python's resource
+    tracker has the command line of the process that forked it until it executes its program.
+    """
+
+    def __init__(self, *first: int) -> None:
+        self._seen = set(first)
+        self._pids = frozenset(first)
+
+    def look(self, processes: Iterable[Process]) -> None:
+        """Keep what was there at the last look too, without Python's resource trackers."""
+        pids = set(without_trackers(processes))
+        self._pids, self._seen = frozenset(pids & self._seen), pids
+
+    def forget(self) -> None:
+        """Another process may soon have such a pid."""
+        self._pids = frozenset()
+
+    def kill(self) -> None:
+        """SIGKILL to each. What was forked since is the caller's to find."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._pids
 
 
 def is_resource_tracker(pid: int) -> bool:

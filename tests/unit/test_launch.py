@@ -315,10 +315,13 @@ def test_processes_that_left_the_session_are_ended_too(run: Run, tmp_path: Path)
     assert pid not in {one.pid for one in processes()}
 
 
-@pytest.mark.parametrize("by_watchdog", [False, True])
+@pytest.mark.parametrize("end", ["drain", "watchdog", "watchdog before any look"])
 def test_shared_memory_and_sockets_of_a_killed_engine_are_removed(
-    by_watchdog: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    by_watchdog = end != "drain"
+    if end == "watchdog before any look":
+        monkeypatch.setattr(engine.Engine, "deaths", lambda self, over: ())
     file = tmp_path / "made"
     monkeypatch.setattr(
         launch.MemorySource,

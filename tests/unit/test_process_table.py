@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nibble.machine import process_table
 from nibble.machine.process_table import (
+    Doomed,
     Process,
     activity,
     engine_title,
     family,
+    kill_until_gone,
     own_titles,
     processes,
 )
@@ -94,3 +100,95 @@ def test_a_process_that_ends_while_the_end_of_another_is_handled_is_not_missed()
         for child in children:
             child.kill()
             child.wait()
+
+
+# --- ends by force ---
+
+TRACKER = "import sys; from multiprocessing.resource_tracker import main; sys.stdin.read()"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a Python program and waits until it runs."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(program: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", f"print(flush=True); {program}"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+def test_a_tracker_has_its_time_from_the_end_of_the_others_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process that held much pinned memory takes seconds to end."""
+    monkeypatch.setattr(process_table, "_TRACKER_S", 1.0)
+    holder, tracker = start("import time; time.sleep(60)"), start(TRACKER)
+    chosen = {holder.pid, tracker.pid}
+    seen_alone: list[float] = []
+    since = time.monotonic()
+
+    def find() -> list[Process]:
+        """The holder stays listed for 1.5 s, as one in uninterruptible sleep does."""
+        left = [one for one in processes() if one.pid in chosen]
+        if time.monotonic() - since < 1.5:
+            return [*left, replace(left[0], pid=holder.pid)] if left else []
+        seen_alone.append(time.monotonic())
+        if len(seen_alone) == 2 and tracker.stdin is not None:
+            tracker.stdin.close()  # its pipe ends with the holder
+        return left
+
+    killed = kill_until_gone(find)
+    assert killed == [holder.pid]
+    assert tracker.wait(5) == 0
+
+
+def test_a_tracker_that_does_not_end_is_killed_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_table, "_TRACKER_S", 0.2)
+    tracker = start(TRACKER)
+    find = lambda: [one for one in processes() if one.pid == tracker.pid]  # noqa: E731
+    assert kill_until_gone(find) == [tracker.pid]
+    assert tracker.wait(5) == -signal.SIGKILL
+
+
+def test_a_process_that_cannot_be_killed_keeps_its_tracker(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_table, "_TRACKER_S", 0.1)
+    tracker = start(TRACKER)
+    stuck = next(one for one in processes() if one.pid == os.getpid())
+    stuck = replace(stuck, pid=1 << 30)  # no such pid: it is listed whatever we send
+    find = lambda: [stuck, *(one for one in processes() if one.pid == tracker.pid)]  # noqa: E731
+    assert kill_until_gone(find, timeout_s=0.3) == []
+    assert tracker.poll() is None
+
+
+def test_the_watchdog_kills_what_it_saw_twice_and_no_tracker(start: Start) -> None:
+    """Forked and not yet executed, a tracker looks like its parent."""
+    api, worker, tracker, new = (start("import sys; sys.stdin.read()") for _ in range(4))
+    table = {one.pid: one for one in processes()}
+    doomed = Doomed(api.pid)
+    doomed.look([table[api.pid], table[worker.pid], table[tracker.pid]])
+    assert api.pid in doomed and worker.pid not in doomed
+    real_tracker = start(TRACKER)
+    doomed._seen.add(real_tracker.pid)  # seen as its parent, before it executed its program
+    table = {one.pid: one for one in processes()}
+    doomed.look([table[one.pid] for one in (api, worker, new, real_tracker)])
+    doomed.kill()
+    assert [api.wait(5), worker.wait(5)] == [-signal.SIGKILL] * 2
+    time.sleep(0.1)
+    assert [one.poll() for one in (tracker, new, real_tracker)] == [None] * 3
+    doomed.forget()
+    assert api.pid not in doomed
