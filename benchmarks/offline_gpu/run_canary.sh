@@ -5,7 +5,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 cores=$(nproc)
 taskset -p -c "$((cores * 5 / 8))-$((cores * 6 / 8 - 1))" $$
-export CUDA_VISIBLE_DEVICES=$((gpus > 1)) GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((2 << 30)) VLLM_NO_USAGE_STATS=1
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-$((gpus > 1))} GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((2 << 30)) VLLM_NO_USAGE_STATS=1
 export OMP_NUM_THREADS=4
 ask() {
   local name=$1 model=$2

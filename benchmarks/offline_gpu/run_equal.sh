@@ -5,7 +5,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 cores=$(nproc)
 taskset -p -c "$((cores * 3 / 8))-$((cores * 5 / 8 - 1))" $$
-export CUDA_VISIBLE_DEVICES=$((gpus > 1)) VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=4 VLLM_USE_FLASHINFER_SAMPLER=0
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-$((gpus > 1))} VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=4 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p /tmp/shapes /tmp/shapes_begun
 for shape in dense2 bf16 hybrid2; do
   step "write_${shape}" 200 python3 benchmarks/host_floor.py --write /tmp/shapes_begun --shapes "${shape}"

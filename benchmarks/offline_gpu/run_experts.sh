@@ -1,23 +1,13 @@
 #!/usr/bin/env bash
-# Experts: the kernels' GPU tests, a layer alone with one launch and with several beside Marlin, one of E4M3 experts, then Qwen3-30B-A3B's shape
-# through both servers, first with nibble's experts, then with what `auto` takes.
+# Experts: the kernels' GPU tests, a layer alone with one launch and with several beside Marlin, one of E4M3 experts.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-export CUDA_VISIBLE_DEVICES=0 PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu FLASHINFER_WORKSPACE_BASE=/tmp/load_flashinfer
-mkdir -p /tmp/shapes "${FLASHINFER_WORKSPACE_BASE}"
-if [[ ! -e /tmp/shapes/30b-a3b/config.json ]]; then
-  (python3 benchmarks/serve_load.py --shape 30b-a3b --write /tmp/begun_30b >/tmp/R/experts_write.log 2>&1 && mv -nT /tmp/begun_30b /tmp/shapes/30b-a3b) &
-fi
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu
 step experts_tests 150 env OMP_NUM_THREADS=8 python3 -m pytest -p no:cacheprovider -p instant -m gpu -v --tb=short \
   tests/kernels/test_nvfp4_moe_linear.py tests/kernels/test_nvfp4_gpu_moe.py --junitxml /tmp/R/experts_tests.xml
 step e4m3_tests 60 env OMP_NUM_THREADS=8 python3 -m pytest -p no:cacheprovider -p instant -m gpu -v --tb=short \
   tests/kernels/test_e4m3_gpu_moe.py --junitxml /tmp/R/e4m3_tests.xml
-wait # writing the model uses cores and memory
 step experts_layer 240 python3 benchmarks/nvfp4_moe.py --forms --tokens 1 2 4 8 16 32 64 --out /tmp/R/nvfp4_moe_once_h200.json
 step e4m3_layer 120 python3 benchmarks/e4m3_moe.py --tokens 1 4 16 --out /tmp/R/e4m3_moe_h200.json
-for kernel in nibble auto; do
-  NIBBLE_MOE_KERNEL=${kernel} step "experts_load_${kernel}" 400 python3 benchmarks/serve_load.py --model /tmp/shapes/30b-a3b \
-    --measure-s "${LOAD_MEASURE_S:-60}" --logs /tmp/R --commit "${COMMIT}" --out "/tmp/R/serve_load_30b_a3b_${kernel}.json"
-done
 touch /tmp/R/experts.done

@@ -4,7 +4,7 @@ set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 # No FlashInfer sampler: each server's cache folder would compile it for a minute.
-export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu VLLM_USE_FLASHINFER_SAMPLER=0
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu VLLM_USE_FLASHINFER_SAMPLER=0
 pytest=(python3 -m pytest -p no:cacheprovider -p instant -v --slow --tb=short)
 # Other lanes use this GPU too, so a fixed KV cache replaces the measurement of free memory.
 export GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((1 << 30))

@@ -3,7 +3,7 @@
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu:benchmarks VLLM_USE_FLASHINFER_SAMPLER=0
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} OMP_NUM_THREADS=4 PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu:benchmarks VLLM_USE_FLASHINFER_SAMPLER=0
 export GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((1 << 30))
 rate() {
   PORT=8100 NIBBLE_CONTROL_PORT=8101 NIBBLE_CACHE_DIR=/tmp/rate NIBBLE_REFERENCE=off ./entrypoint.sh serve nibble-demo-nvfp4 &

@@ -4,8 +4,8 @@ set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 # The lanes host, equal and canary have separate cores.
-taskset -p -c "0-$(($(nproc) * 3 / 8 - 1))" $$
-export CUDA_VISIBLE_DEVICES=0 VLLM_NO_USAGE_STATS=1 NIBBLE_CANARY=warn NIBBLE_REFERENCE=off VLLM_USE_FLASHINFER_SAMPLER=0
+[[ -n ${LANE_GPU:-} ]] || taskset -p -c "0-$(($(nproc) * 3 / 8 - 1))" $$
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} VLLM_NO_USAGE_STATS=1 NIBBLE_CANARY=warn NIBBLE_REFERENCE=off VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p /tmp/shapes
 floor=(python3 benchmarks/host_floor.py)
 for shape in 8b 4b 0.6b; do

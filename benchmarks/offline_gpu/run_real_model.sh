@@ -11,7 +11,7 @@ export REAL_MODEL_FP8_CACHE=/tmp/real_model/fp8_cache
 # With two GPUs, serve_load measures on the first one at the same time, on the other half of the cores.
 ((gpus > 1)) && taskset -p -c "$(($(nproc) / 2))-$(($(nproc) - 1))" $$
 # Other servers use the GPU at the same time, so a fixed KV cache replaces the measurement of free memory.
-export CUDA_VISIBLE_DEVICES=$((gpus > 1)) GPU_MEMORY_UTIL=0.1 NIBBLE_KV_CACHE_BYTES=$((2 << 30))
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-$((gpus > 1))} GPU_MEMORY_UTIL=0.1 NIBBLE_KV_CACHE_BYTES=$((2 << 30))
 export VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=2
 export PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu
 # One cache for all: what a start compiles, the others find.

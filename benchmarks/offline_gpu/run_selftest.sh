@@ -4,11 +4,11 @@
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-export CUDA_VISIBLE_DEVICES=0 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=4
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=4
 export GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((1 << 30)) NIBBLE_REFERENCE=off NIBBLE_CACHE_DIR=/tmp/selftest_cache
 nibble=(python3 -m nibble)
-# The first step reads vLLM from a cold disk. With every GPU of the machine: the links between them are a trial.
-CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((gpus - 1))) step selftest 200 "${nibble[@]}" selftest --out /tmp/R/selftest.json
+# The first step reads vLLM from a cold disk.
+step selftest 200 "${nibble[@]}" selftest --out /tmp/R/selftest.json
 # nibble's kernels alone, which need no vLLM.
 only=() plant=(--plant decode=hang --plant warpgroup=wrong --plant dequantized=nan --plant experts=crash)
 for trial in decode warpgroup dequantized experts conversions quantize; do only+=(--only "${trial}"); done
@@ -47,5 +47,6 @@ change divided
 ask divided NIBBLE_TRIALS=always
 change fault
 ask replaced NIBBLE_TRIALS=always
+CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((gpus - 1))) step selftest_links 60 "${nibble[@]}" selftest --only links --out /tmp/R/selftest_links.json
 cp -r /tmp/selftest_cache/trials /tmp/R/trials
 touch /tmp/R/selftest.done

@@ -6,7 +6,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 ((gpus > 1)) && taskset -p -c "0-$(($(nproc) / 2 - 1))" $$ # real_model has the other half
 # FlashInfer's sampling kernels are compiled once for both servers.
-export CUDA_VISIBLE_DEVICES=0 FLASHINFER_WORKSPACE_BASE=/tmp/load_flashinfer
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} FLASHINFER_WORKSPACE_BASE=/tmp/load_flashinfer
 mkdir -p /tmp/shapes "${FLASHINFER_WORKSPACE_BASE}"
 load=(python3 benchmarks/serve_load.py)
 if [[ ! -e /tmp/shapes/8b/config.json && ! -e /tmp/begun_8b ]]; then

@@ -3,7 +3,7 @@
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-export CUDA_VISIBLE_DEVICES=0 VLLM_USE_FLASHINFER_SAMPLER=0
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} VLLM_USE_FLASHINFER_SAMPLER=0
 [[ -e /tmp/8b/config.json ]] || step write_8b 200 python3 benchmarks/start_time.py --write /tmp/8b
 for reference in off auto; do
   step "start_8b_${reference}" 300 python3 benchmarks/start_time.py --model /tmp/8b --later 1 --sides nibble --logs "/tmp/R/starts_${reference}" \

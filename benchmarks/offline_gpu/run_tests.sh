@@ -5,7 +5,7 @@ set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 # Each lane has half of the cores. Otherwise compiling kernels at a start would slow the other lane's measurements.
 taskset -p -c "$(($(nproc) / 2))-$(($(nproc) - 1))" $$
-export CUDA_VISIBLE_DEVICES=$((gpus > 1)) OMP_NUM_THREADS=4
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-$((gpus > 1))} OMP_NUM_THREADS=4
 pytest=(python3 -m pytest -p no:cacheprovider -p instant -m gpu -v --tb=short)
 export PYTHONPATH=${PYTHONPATH}:benchmarks/offline_gpu
 # Other steps use this GPU too, so a fixed KV cache replaces the measurement of free memory.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# unpack.sh PARTS_DIR SOURCES [LANE…]: unpack, check that everything loads, and start the lanes in the background
-# (default: timing tests two_gpus). Takes 20 s.
+# unpack.sh PARTS_DIR SOURCES [LANE[,LANE…][@GPU]…]: unpack, check that everything loads, and start the lanes in the
+# background (default: timing tests two_gpus). `one,two@1` runs two lanes one after the other on GPU 1 and on its share of
+# the cores. Takes 20 s.
 set -euo pipefail
 parts=$1 sources=$2
 shift 2
@@ -36,6 +37,14 @@ PYTHON
 mkdir /tmp/site/nibble_here
 ln -s /tmp/site/nibble_kernels /tmp/site/nibble_kernels-*.dist-info /tmp/site/nibble_here/
 ip link show lo | head -n 1
-for lane; do
-  setsid bash "benchmarks/offline_gpu/run_${lane}.sh" >"/tmp/R/${lane}.log" 2>&1 &
+gpus=$(nvidia-smi -L | wc -l)
+share=$(($(nproc) / gpus))
+for word; do
+  cores=0-$(($(nproc) - 1)) gpu=""
+  [[ ${word} == *@* ]] && gpu=${word#*@} cores=$((gpu * share))-$((gpu * share + share - 1))
+  names=${word%@*}
+  # shellcheck disable=SC2016
+  LANE_GPU=${gpu} setsid taskset -c "${cores}" bash -c 'for lane; do
+    bash "benchmarks/offline_gpu/run_${lane}.sh" >"/tmp/R/${lane}.log" 2>&1
+  done' - ${names//,/ } &
 done
