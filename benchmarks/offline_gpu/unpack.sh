@@ -43,7 +43,7 @@ for word; do
   cores=0-$(($(nproc) - 1)) gpu=""
   [[ ${word} == *@* ]] && gpu=${word#*@} cores=$((gpu * share))-$((gpu * share + share - 1))
   names=${word%@*}
-  # shellcheck disable=SC2016
+  # shellcheck disable=SC2016,SC2086
   LANE_GPU=${gpu} setsid taskset -c "${cores}" bash -c 'for lane; do
     bash "benchmarks/offline_gpu/run_${lane}.sh" >"/tmp/R/${lane}.log" 2>&1
   done' - ${names//,/ } &
