@@ -127,7 +127,7 @@ class Weights:
         def call(x: Tensor, routing: Routing) -> Tensor:
             with set_current_vllm_config(config):
                 ids = routing.ids.to(dtype)
-                return method.apply(layer, x, routing.weights, ids, None, None)
+                return method.apply(layer, x, routing.weights.float(), ids, None, None)
 
         return call
 

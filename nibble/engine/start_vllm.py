@@ -16,8 +16,10 @@ import sys
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _SERVER = ("vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server")
-# What an engine imports that is forked from the server, where nibble's plan has "fork".
-_ENGINE = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.gpu_model_runner")
+# What an engine imports that is forked from the server, where nibble's plan has "fork". A CPU's
+# worker is for a CPU alone: its import replaces torch.cuda's streams (vllm 0.32 worker/cpu/shm.py).
+_ENGINE = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner")
+_CPU_ENGINE = ("vllm.v1.worker.cpu_worker", *_ENGINE)
 
 
 def main() -> None:
@@ -27,12 +29,24 @@ def main() -> None:
         # vLLM imports Ray where it is installed, and goes without where it is not.
         sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
     gc.disable()
-    for name in (*_SERVER, *(_ENGINE if is_forked else ())):
-        with contextlib.suppress(ImportError):  # what needs it imports it again, and reports
-            importlib.import_module(name)
+    _import(_SERVER)
+    if is_forked:
+        _import(_CPU_ENGINE if _is_cpu() else _ENGINE)
     gc.freeze()
     gc.enable()
     importlib.import_module("vllm.entrypoints.cli.main").main()
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):  # what needs it imports it again, and reports
+            importlib.import_module(name)
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
 
 
 if __name__ == "__main__":

@@ -172,3 +172,19 @@ def test_the_operators_are_registered_soundly(device: str) -> None:
     parts = (*inner[:3], None, inner.rows, *outer[:3], None, outer.rows)
     layer = (x, torch.rand(4, 2, device=device), ids, *parts, False, *SILU)
     torch.library.opcheck(torch.ops.nibble.nvfp4_weight_moe.default, layer)
+
+
+def test_experts_prepared_some_at_a_time_are_those_prepared_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Temporary tensors of a whole layer would not fit beside a model."""
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
+    from nibble_kernels.nvfp4_moe import gpu
+
+    codes, scales = experts_of(24, 160)
+    monkeypatch.setattr(gpu, "_PREPARED_BYTES", 4 * codes[0].numel())
+    experts = gpu.prepare_experts(codes, scales, torch.ones(EXPERTS), native=False)
+    for number in range(EXPERTS):
+        alone = prepare_weight(codes[number], scales[number], native=False)
+        assert torch.equal(experts.codes[number], alone.codes)
+        assert torch.equal(experts.scales[number], alone.scales)

@@ -25,6 +25,12 @@ def main():
 """
 SEEN = "import gc, vllm; vllm.seen.append((__name__, gc.isenabled()))\n"
 SERVE, ENGINE = "vllm.entrypoints.cli.serve", "vllm.v1.engine.core"
+CPU_WORKER = "vllm.v1.worker.cpu_worker"
+PLATFORM = """
+import os
+class current_platform:
+    is_cpu = staticmethod(lambda: os.environ["PLATFORM"] == "cpu")
+"""
 
 
 @pytest.fixture
@@ -39,6 +45,9 @@ def vllm(tmp_path: Path) -> Path:
         "vllm/v1/__init__.py": "",
         "vllm/v1/engine/__init__.py": "",
         "vllm/v1/engine/core.py": SEEN,
+        "vllm/v1/worker/__init__.py": "",
+        "vllm/v1/worker/cpu_worker.py": SEEN,
+        "vllm/platforms.py": PLATFORM,
         "ray.py": "",
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -47,18 +56,20 @@ def vllm(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "method", "imported", "ray"),
+    ("words", "method", "platform", "imported", "ray"),
     [
-        (["serve", "m"], "fork", [SERVE, ENGINE], False),
-        (["serve", "m", "--data-parallel-backend", "ray"], "fork", [SERVE, ENGINE], True),
-        (["serve", "m", "--port", "1"], "spawn", [SERVE], True),
-        (["serve", "m"], "", [SERVE], True),
+        (["serve", "m"], "fork", "cpu", [SERVE, CPU_WORKER, ENGINE], False),
+        # The CPU's worker replaces torch.cuda's streams: on a GPU it is not imported.
+        (["serve", "m"], "fork", "cuda", [SERVE, ENGINE], False),
+        (["serve", "m", "--data-parallel-backend", "ray"], "fork", "cuda", [SERVE, ENGINE], True),
+        (["serve", "m", "--port", "1"], "spawn", "cpu", [SERVE], True),
+        (["serve", "m"], "", "cuda", [SERVE], True),
     ],
 )
 def test_imports_run_without_the_collector_and_vllm_with_it(
-    vllm: Path, words: list[str], method: str, imported: list[str], ray: bool
+    vllm: Path, words: list[str], method: str, platform: str, imported: list[str], ray: bool
 ) -> None:
-    environ = {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": method}
+    environ = {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": method, "PLATFORM": platform}
     environ["PYTHONPATH"] = os.pathsep.join([str(vllm), str(ROOT)])
     done = subprocess.run(
         child_command(words), env=environ, capture_output=True, text=True, check=True

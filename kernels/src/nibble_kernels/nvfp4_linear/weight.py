@@ -56,12 +56,13 @@ def wants_native(dtype: torch.dtype, device: torch.device) -> bool:
 def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeight:
     """Rearrange codes, uint8 [N, K/2], and scales, float8_e4m3fn [N, K/16], into new tensors.
 
-    N must be a multiple of 8. Scales become positive without a change of the products: the codes of
+    Weights of one shape may come together: [E, N, K/2] with [E, N, K/16] give tensors with a first
+    dimension E. N must be a multiple of 8. Scales become positive without a change of the products: the codes of
     a negative scale get opposite signs, and those of a zero scale become zero with a scale of one.
     Raises ValueError for other dtypes or shapes, and for a scale that is NaN.
     """
     check_weight(2 * codes.shape[-1], codes, scales, "weight")
-    rows = len(codes)
+    rows = codes.shape[-2]
     if rows % GROUP:
         raise ValueError(f"a weight must have a multiple of {GROUP} rows; got {rows}")
     stored = scales.view(torch.uint8)
@@ -71,13 +72,10 @@ def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeigh
     # Dimensions: half, group, row, chunk, quarter, bytes of a lane.
     by_lane = _padded(codes, BLOCK // 2, 0).unflatten(-1, (-1, QUARTERS, BLOCK))
     scales_by_lane = _padded(stored, 1, ONE).unflatten(-1, (-1, QUARTERS, 2))
-    tiles = by_lane.permute(1, 3, 0, 2, 4, 5).flatten(3, 4).contiguous()
-    return PreparedWeight(
-        tiles if native else shifted(tiles),
-        scales_by_lane.permute(1, 3, 2, 4, 0, 5).flatten(2, 3).flatten(3).contiguous(),
-        rows,
-        native,
-    )
+    tiles = _permuted(by_lane, 1, 3, 0, 2, 4, 5).flatten(-3, -2).contiguous()
+    scale_tiles = _permuted(scales_by_lane, 1, 3, 2, 4, 0, 5).flatten(-2).flatten(-3, -2)
+    tiles = tiles if native else shifted(tiles)
+    return PreparedWeight(tiles, scale_tiles.contiguous(), rows, native)
 
 
 def stored_weight(weight: PreparedWeight, columns: int) -> tuple[Tensor, Tensor]:
@@ -127,12 +125,18 @@ def _places() -> list[tuple[int, int]]:
 
 
 def _padded(values: Tensor, each: int, fill: int) -> Tensor:
-    """[N, blocks · each] as [2, groups, GROUP, chunks · CHUNK_BLOCKS · each]."""
-    rows, width = values.shape
+    """[…, N, blocks · each] as […, 2, groups, GROUP, chunks · CHUNK_BLOCKS · each]."""
+    *outer, rows, width = values.shape
     groups, chunks = -(-rows // 2 // GROUP), -(-width // each // CHUNK_BLOCKS)
-    padded = values.new_full((2, groups * GROUP, chunks * CHUNK_BLOCKS * each), fill)
-    padded[:, : rows // 2, :width] = values.view(2, rows // 2, width)
-    return padded.unflatten(1, (groups, GROUP))
+    padded = values.new_full((*outer, 2, groups * GROUP, chunks * CHUNK_BLOCKS * each), fill)
+    padded[..., : rows // 2, :width] = values.unflatten(-2, (2, rows // 2))
+    return padded.unflatten(-2, (groups, GROUP))
+
+
+def _permuted(values: Tensor, *dims: int) -> Tensor:
+    """The last len(dims) dimensions in this order."""
+    outer = values.ndim - len(dims)
+    return values.permute(*range(outer), *(outer + dim for dim in dims))
 
 
 def _with_positive_scales(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:

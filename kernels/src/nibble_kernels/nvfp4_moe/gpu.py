@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 MAX_PAIRS, MAX_TOKENS = 64, 16
+_PREPARED_BYTES = 64 << 20  # of codes that are prepared together
 # Above this number torch multiplies dequantized copies of all experts. Derived from an estimate and
 # not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_TOKENS = 128
@@ -55,13 +56,20 @@ class PreparedExperts(NamedTuple):
 def prepare_experts(
     codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool
 ) -> PreparedExperts:
-    """prepare_weight for each expert. global_scales: float32 [E, 2] (gate and up) or [E]."""
-    experts = [prepare_weight(*expert, native) for expert in zip(codes, scales, strict=True)]
+    """prepare_weight for all experts, some at a time, because its temporary tensors are several
+    times as large. global_scales: float32 [E, 2] (gate and up) or [E].
+    """
+    step = max(1, _PREPARED_BYTES // codes[0].numel())
+    all_codes, all_scales = codes.new_empty(0), codes.new_empty(0)
+    for begin in range(0, len(codes), step):
+        some = slice(begin, begin + step)
+        part = prepare_weight(codes[some], scales[some], native)
+        if not begin:
+            all_codes = codes.new_empty((len(codes), *part.codes.shape[1:]))
+            all_scales = codes.new_empty((len(codes), *part.scales.shape[1:]))
+        all_codes[some], all_scales[some] = part.codes, part.scales
     both = global_scales.float().reshape(len(codes), -1).expand(-1, 2).contiguous()
-    tiled_codes, tiled_scales, _, _ = zip(*experts, strict=True)
-    return PreparedExperts(
-        torch.stack(tiled_codes), torch.stack(tiled_scales), both, codes.shape[1], native
-    )
+    return PreparedExperts(all_codes, all_scales, both, codes.shape[1], native)
 
 
 def _reference(
