@@ -53,8 +53,9 @@ PROMPTS, PROMPT_OUT, PROMPT_REQUESTS = (8, 64, 256, 512, 1024, 2048, 8192), 8, 3
 TOKEN_IDS = (300, 1000)  # also in the vocabulary of the embedded demo
 WARM_OUT = 64  # tokens of a row's first requests, which compile and capture
 SIDES = ("stock", "nibble")
-PORTS = {"stock": 9111, "nibble": 9112}
-CONTROL_PORT = 9113
+FIRST_PORT = int(os.environ.get("LOAD_FIRST_PORT", "9111"))  # several may run on one machine
+PORTS = {"stock": FIRST_PORT, "nibble": FIRST_PORT + 1}
+CONTROL_PORT = FIRST_PORT + 2
 GOAL_RATIO = {1: 2.0, 4: 2.0, 8: 1.9, 16: 1.8, 32: 1.5, 64: 1.25}
 
 

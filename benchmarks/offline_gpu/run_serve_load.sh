@@ -4,7 +4,7 @@
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-((gpus > 1)) && taskset -p -c "0-$(($(nproc) / 2 - 1))" $$ # real_model has the other half
+((gpus > 1)) && [[ -z ${LANE_GPU:-} ]] && taskset -p -c "0-$(($(nproc) / 2 - 1))" $$ # real_model has the other half
 # FlashInfer's sampling kernels are compiled once for both servers.
 export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} FLASHINFER_WORKSPACE_BASE=/tmp/load_flashinfer
 mkdir -p /tmp/shapes "${FLASHINFER_WORKSPACE_BASE}"
