@@ -59,11 +59,12 @@ class Attention {
   __device__ __forceinline__ void go_through_splits() {
     Ring<Form> ring(p_, shared_, shared_.ring + warp() * (Form::kStages * Form::kTileBytes));
     Cursor<Form> cursor(p_, shared_);
+    cursor.park(shared_.computing[warp()]);
     Query<Form> query;
     Rows<Form> rows;
     uint32_t known = ~0u, arrived = 0;  // the pair whose queries are loaded; its splits that are written
 #pragma unroll 1
-    for (; !cursor.is_over; cursor.next(p_, shared_)) {
+    for (; !cursor.is_over; cursor.next(p_, shared_), cursor.park(shared_.computing[warp()])) {
       const uint32_t number = pair_number(cursor);
       if (known != number) {
         look_at_pair(pair_at(cursor.sequence, cursor.head, cursor.row_tile), query, rows);
@@ -72,12 +73,14 @@ class Attention {
       Partial<Form> partial;
       clear(partial);
       // The last tile's place takes the partial result of a warp whose block meets.
-      const uint32_t replaced = cursor.is_together && cursor.tiles != 0 ? cursor.tiles - 1 : cursor.tiles;
+      const uint32_t begin = cursor.begin, end = begin + cursor.tiles * kTile;
+      const uint32_t replaced = cursor.is_together && begin != end ? end - kTile : end;
 #pragma unroll 1
-      for (uint32_t tile = 0; tile < cursor.tiles; ++tile) {
-        Tile<Form>(ring.take()).add(partial, rows, p_.soft_cap, cursor.begin + tile * kTile, query);
-        if (tile < replaced) ring.replace();
+      for (uint32_t token = begin; token != end; token += kTile) {
+        Tile<Form>(shared_, ring.take()).add(partial, rows, p_.soft_cap, token, query);
+        if (token != replaced) ring.replace();
       }
+      cursor = shared_.computing[warp()];
       add_totals(partial);
       if (cursor.is_together) {
         add_warps(cursor, partial, ring.oldest());
@@ -124,22 +127,25 @@ class Attention {
 
   // --- queries ---
 
-  __device__ __forceinline__ void look_at_pair(const Pair& pair, Query<Form>& query, Rows<Form>& rows) const {
+  __device__ __forceinline__ void look_at_pair(const Pair& pair, Query<Form>& query, Rows<Form>& rows) {
     constexpr float kLog2E = 1.4426950408889634f;
     const float scale = p_.scale * (p_.soft_cap != 0 ? 1 : kLog2E) * (p_.k_scale ? __ldg(p_.k_scale) : 1);
     const uint32_t last = pair.rows == 0 ? 0 : pair.rows - 1;
     rows.all_first = seen_first(pair, place_of(pair, last).query);
     rows.all_end = seen_end(pair, place_of(pair, 0).query);
+    if (lane() < kRows) {
+      const uint32_t seen_by = place_of(pair, min(lane(), last)).query;
+      shared_.row_first[warp()][lane()] = seen_first(pair, seen_by);
+      shared_.row_end[warp()][lane()] = seen_end(pair, seen_by);
+    }
 #pragma unroll
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
       load_query(pair, group, query[group]);
       const float own = Form::kIsFp8 ? fit_range(query[group]) : 1;
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
-        const uint32_t column = lane() % 4 * 2 + i, row = min(group * 8 + column, last);
+        const uint32_t column = lane() % 4 * 2 + i;
         rows.factor[group][i] = scale * __uint_as_float(__shfl_sync(~0u, __float_as_uint(own), column * 4));
-        rows.first[group][i] = seen_first(pair, place_of(pair, row).query);
-        rows.end[group][i] = seen_end(pair, place_of(pair, row).query);
       }
     }
   }

@@ -51,20 +51,20 @@ struct Partial {
 template <class Form>
 struct Rows {
   float factor[Form::kRowGroups][2];  // of a product: the scale, in base 2 unless scores are capped
-  uint32_t first[Form::kRowGroups][2], end[Form::kRowGroups][2];  // tokens that the row sees
-  uint32_t all_first, all_end;                                    // that all rows see
+  uint32_t all_first, all_end;        // tokens that all rows see
 };
 
 template <class Form>
 class Tile {
  public:
-  explicit __device__ __forceinline__ Tile(const uint8_t* memory) : memory_(memory) {}
+  __device__ __forceinline__ Tile(const Shared<Form>& shared, const uint8_t* memory)
+      : shared_(shared), memory_(memory) {}
 
   __device__ __forceinline__ void add(Partial<Form>& partial, const Rows<Form>& rows, float soft_cap,
                                       uint32_t begin, const Query<Form>& query) {
     score(query);
     scale(rows, soft_cap);
-    if (begin < rows.all_first || begin + kTile > rows.all_end) hide(rows, begin);
+    if (begin < rows.all_first || begin + kTile > rows.all_end) hide(begin);
     weigh(partial);
     add_values(partial);
   }
@@ -112,14 +112,16 @@ class Tile {
     }
   }
 
-  __device__ __forceinline__ void hide(const Rows<Form>& rows, uint32_t begin) {
+  __device__ __forceinline__ void hide(uint32_t begin) {
+    const uint32_t* const firsts = shared_.row_first[threadIdx.x / kLanes];
+    const uint32_t* const ends = shared_.row_end[threadIdx.x / kLanes];
 #pragma unroll
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) {
         const uint32_t token = begin + threadIdx.x % kLanes / 4 + j / 2 * 8;
-        if (token < rows.first[group][j % 2] || token >= rows.end[group][j % 2])
-          scores_[group][j] = -INFINITY;
+        const uint32_t row = group * 8 + threadIdx.x % 4 * 2 + j % 2;
+        if (token < firsts[row] || token >= ends[row]) scores_[group][j] = -INFINITY;
       }
     }
   }
@@ -226,6 +228,7 @@ class Tile {
     }
   }
 
+  const Shared<Form>& shared_;
   const uint8_t* const memory_;
   float scores_[Form::kRowGroups][4];
 };

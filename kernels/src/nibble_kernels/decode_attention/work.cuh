@@ -34,15 +34,20 @@ struct Form {
 };
 
 template <class Form>
+class Cursor;
+
+template <class Form>
 struct Shared {
   union {
     alignas(16) uint8_t ring[Form::kRingBytes];
     float weights[kRows * kMostSplits];  // when the ring is empty
   };
   float maxima[Form::kWarps][8], totals[Form::kWarps][8];
-  uint32_t held[Form::kWarps];      // where in the ring a warp's partial result lies
+  uint32_t held[Form::kWarps];  // where in the ring a warp's partial result lies
+  uint32_t row_first[Form::kWarps][kRows], row_end[Form::kWarps][kRows];  // tokens that a row sees
   uint32_t unit_ends[kMostSequences], split_ends[kMostSequences];  // up to and with each sequence
   uint32_t lengths[kMostSequences], query_begins[kMostSequences + 1];
+  Cursor<Form> fetching[Form::kWarps], computing[Form::kWarps];  // of which registers are short
   uint32_t finished;  // a pair of sequence and head whose splits are all there, plus one
 };
 
@@ -110,6 +115,7 @@ class Cursor {
   uint32_t number;         // of the unit, or of the split
   bool is_together, is_over;
 
+  Cursor() = default;
   __device__ __forceinline__ Cursor(const Problem& p, const Shared<Form>& shared) {
     const uint32_t warp = threadIdx.x / kLanes;
     const uint32_t units = shared.unit_ends[p.sequences - 1], splits = shared.split_ends[p.sequences - 1];
@@ -152,6 +158,13 @@ class Cursor {
   // Whether the next split of this warp is of another pair of sequence and head.
   __device__ __forceinline__ bool is_last_of_pair() const {
     return number + 1 == end_ || split + 1 == splits;
+  }
+
+  // To shared memory, where it takes no registers.
+  __device__ __forceinline__ void park(Cursor& place) const {
+    __syncwarp();
+    if (threadIdx.x % kLanes == 0) place = *this;
+    __syncwarp();
   }
 
  private:
@@ -204,10 +217,9 @@ class Cursor {
 template <class Form>
 class Ring {
  public:
-  __device__ __forceinline__ Ring(const Problem& p, const Shared<Form>& shared, uint8_t* memory)
-      : p_(p), shared_(shared), memory_(memory), cursor_(p, shared) {
-    skip_empty();
-    look_up_pages();
+  __device__ __forceinline__ Ring(const Problem& p, Shared<Form>& shared, uint8_t* memory)
+      : p_(p), shared_(shared), memory_(memory) {
+    look_at(Cursor<Form>(p, shared));
 #pragma unroll 1
     for (uint32_t i = 0; i < Form::kStages; ++i) fetch();
   }
@@ -225,35 +237,41 @@ class Ring {
   }
 
  private:
-  __device__ __forceinline__ void skip_empty() {
-    while (!cursor_.is_over && cursor_.tiles == 0) cursor_.next(p_, shared_);
+  __device__ __forceinline__ void look_at(Cursor<Form> cursor) {
+    while (!cursor.is_over && cursor.tiles == 0) cursor.next(p_, shared_);
+    cursor.park(parked());
+    tiles_ = cursor.is_over ? 0 : cursor.tiles;
+    from_ = p_.cache + cursor.head * p_.head_stride;
+    ahead_ = cursor.begin - cursor.first;
+    seen_ = cursor.length - cursor.first;
+    tile_ = 0;
+    look_up_pages(cursor);
   }
 
   // Each lane has the page of one of the next 32 tiles. They are read well before they are used.
-  __device__ __forceinline__ void look_up_pages() {
+  __device__ __forceinline__ void look_up_pages(const Cursor<Form>& cursor) {
     const uint32_t tile = tile_ + threadIdx.x % kLanes;
-    if (cursor_.is_over || tile >= cursor_.tiles) return;
-    const uint32_t token = cursor_.begin + tile * kTile, index = token / p_.tokens_per_page;
-    page_ = __ldg(p_.pages + static_cast<int64_t>(cursor_.sequence) * p_.pages_stride + index);
+    if (tile >= tiles_) return;
+    const uint32_t token = cursor.begin + tile * kTile, index = token / p_.tokens_per_page;
+    page_ = __ldg(p_.pages + static_cast<int64_t>(cursor.sequence) * p_.pages_stride + index);
     in_page_ = token - index * p_.tokens_per_page;
   }
 
   __device__ __forceinline__ void fetch() {
-    if (!cursor_.is_over) {
+    if (tiles_ != 0) {
       constexpr uint32_t kAtOnce = Form::kRowUnits < kLanes ? kLanes / Form::kRowUnits : 1;
       constexpr uint32_t kParts = Form::kRowUnits < kLanes ? 1 : Form::kRowUnits / kLanes;
       const uint32_t lane = threadIdx.x % kLanes, unit = lane % Form::kRowUnits;
-      const uint32_t own_row = lane / Form::kRowUnits, begin = cursor_.begin + tile_ * kTile;
+      const uint32_t own_row = lane / Form::kRowUnits;
       const int32_t page = static_cast<int32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), tile_ % kLanes));
       const uint32_t in_page = __shfl_sync(~0u, in_page_, tile_ % kLanes);
-      const uint8_t* from = p_.cache + page * p_.page_stride + cursor_.head * p_.head_stride +
-                            (in_page + own_row) * p_.token_stride + unit * 16;
+      const uint8_t* from = from_ + page * p_.page_stride + (in_page + own_row) * p_.token_stride + unit * 16;
       uint8_t* const to = memory_ + slot_ * Form::kTileBytes;
-      const uint32_t seen = cursor_.length - cursor_.first;
 #pragma unroll
       for (uint32_t i = 0; i < kTile / kAtOnce; ++i) {
         const uint32_t row = i * kAtOnce + own_row;
-        const bool is_seen = begin + row - cursor_.first < seen;  // a token before the first is far behind
+        // Less than zero, as a number without a sign, is more than all that is seen.
+        const bool is_seen = ahead_ + tile_ * kTile + row < seen_;
 #pragma unroll
         for (uint32_t part = 0; part < kParts; ++part) {
           uint8_t* const place = to + row * Form::kRowBytes + unit_place(row, unit + part * kLanes) * 16;
@@ -261,24 +279,26 @@ class Ring {
         }
         from += kAtOnce * p_.token_stride;
       }
-      if (++tile_ == cursor_.tiles) {
-        tile_ = 0;
-        cursor_.next(p_, shared_);
-        skip_empty();
-        look_up_pages();
+      if (++tile_ == tiles_) {
+        Cursor<Form> cursor = parked();
+        cursor.next(p_, shared_);
+        look_at(cursor);
       } else if (tile_ % kLanes == 0) {
-        look_up_pages();
+        look_up_pages(parked());
       }
     }
     instruction::end_copies();
     slot_ = slot_ + 1 == Form::kStages ? 0 : slot_ + 1;
   }
 
+  __device__ __forceinline__ Cursor<Form>& parked() const { return shared_.fetching[threadIdx.x / kLanes]; }
+
   const Problem& p_;
-  const Shared<Form>& shared_;
+  Shared<Form>& shared_;
   uint8_t* const memory_;
-  Cursor<Form> cursor_;
-  uint32_t tile_ = 0, slot_ = 0, in_page_ = 0;
+  const uint8_t* from_;  // the head in the first page
+  uint32_t tiles_, tile_, slot_ = 0, in_page_ = 0;
+  uint32_t ahead_, seen_;  // tokens from the first that is seen
   int32_t page_ = 0;
 
  public:
