@@ -62,14 +62,10 @@ class Attention {
     cursor.park(shared_.computing[warp()]);
     Query<Form> query;
     Rows<Form> rows;
-    uint32_t known = ~0u, arrived = 0;  // the pair whose queries are loaded; its splits that are written
 #pragma unroll 1
     for (; !cursor.is_over; cursor.next(p_, shared_), cursor.park(shared_.computing[warp()])) {
-      const uint32_t number = pair_number(cursor);
-      if (known != number) {
+      if (cursor.is_first_of_pair())
         look_at_pair(pair_at(cursor.sequence, cursor.head, cursor.row_tile), query, rows);
-        known = number;
-      }
       Partial<Form> partial;
       clear(partial);
       // The last tile's place takes the partial result of a warp whose block meets.
@@ -87,8 +83,7 @@ class Attention {
         if (cursor.tiles != 0) ring.replace();
       } else {
         write_partial(partial, slot_of(cursor.number));
-        ++arrived;
-        if (cursor.is_last_of_pair()) arrive(cursor, number, arrived);
+        if (cursor.is_last_of_pair()) arrive(cursor);
       }
     }
   }
@@ -317,17 +312,17 @@ class Attention {
 
   // Counts this warp's splits of a pair. A pair whose splits are all there joins the block's list; its counter
   // has the next one meanwhile.
-  __device__ __forceinline__ void arrive(const Cursor<Form>& cursor, uint32_t pair, uint32_t& arrived) {
+  __device__ __forceinline__ void arrive(const Cursor<Form>& cursor) {
     __threadfence();
     __syncwarp();
     if (lane() == 0) {
+      const uint32_t pair = pair_number(cursor), arrived = cursor.splits_of_pair();
       uint32_t* const counter = p_.counters + pair;
       if (atomicAdd(counter, arrived) + arrived == cursor.splits) {
         __threadfence();
         *counter = atomicExch(&shared_.finished, pair + 1);
       }
     }
-    arrived = 0;
     __syncwarp();
   }
 

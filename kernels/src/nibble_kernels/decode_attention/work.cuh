@@ -24,7 +24,7 @@ struct Form {
                                                                                            : 2;
   static constexpr uint32_t kThreads = kWarps * kLanes;
   // A multiprocessor of SM90 has registers and shared memory for these.
-  static constexpr uint32_t kBlocks = !IsSmall && kTileBytes <= 4096 && HeadDim * RowGroups <= 128 ? 2 : 1;
+  static constexpr uint32_t kBlocks = !IsSmall && kTileBytes <= 4096 && RowGroups == 1 ? 2 : 1;
   static constexpr uint32_t kRingBytes = IsSmall ? 64 * 1024 : kBlocks == 2 ? 96 * 1024 : 192 * 1024;
   static constexpr uint32_t kStages = kRingBytes / (kWarps * kTileBytes);
   static constexpr uint32_t kSteps = HeadDim / 16;     // of the product of queries and keys
@@ -155,7 +155,10 @@ class Cursor {
     look_at_split();
   }
 
-  // Whether the next split of this warp is of another pair of sequence and head.
+  // Whether this split is the first one, or the last one, of its pair of sequence and head that this warp has.
+  __device__ __forceinline__ bool is_first_of_pair() const {
+    return is_together || split == 0 || number == own_.begin;
+  }
   __device__ __forceinline__ bool is_last_of_pair() const {
     return number + 1 == end_ || split + 1 == splits;
   }
@@ -166,6 +169,9 @@ class Cursor {
     if (threadIdx.x % kLanes == 0) place = *this;
     __syncwarp();
   }
+
+  // How many of its pair this warp has up to this one.
+  __device__ __forceinline__ uint32_t splits_of_pair() const { return min(split, number - own_.begin) + 1; }
 
  private:
   __device__ __forceinline__ void go_to_splits(const Problem& p, const Shared<Form>& shared) {
