@@ -303,8 +303,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=list(OTHERS))
     parser.add_argument("--head-dims", nargs="*", type=int, default=[256, 128])
     parser.add_argument("--kv", nargs="*", choices=("fp8", "bf16"), default=["fp8", "bf16"])
+    parser.add_argument("--grid", nargs="*", metavar="BATCHxCONTEXT", help="batches in this order")
     parser.add_argument(
-        "--divisions", nargs="*", default=["nibble=512,64"], help="NAME=LEAST_CHUNK,MOST_SPLITS"
+        "--forms", nargs="*", metavar="KV:HEAD_DIM", help="in this order, in place of the products"
+    )
+    parser.add_argument(
+        "--divisions", nargs="*", default=["nibble=128,64"], help="NAME=LEAST_CHUNK,MOST_SPLITS"
     )
     return parser.parse_args()
 
@@ -319,20 +323,21 @@ def main() -> None:
         for name, _, values in (one.partition("=") for one in given.divisions)
     }
     result: dict[str, Any] = {**about(read), "divisions": divisions, "rows": []}
-    for kv in given.kv:
-        for head_dim in given.head_dims:
-            pool = make_pool(head_dim, FP8 if kv == "fp8" else torch.bfloat16)
-            for batch, context in GRID:
-                if time.monotonic() > end:
-                    break
-                b = make_batch(pool, batch, context, read)
-                calls = {name: nibble(b, *values) for name, values in divisions.items()}
-                calls |= _others(b, given.others)
-                result["rows"].append(row := measure(b, calls, read))
-                print(json.dumps(row), flush=True)
-                given.out.write_text(json.dumps(result, indent=1) + "\n")
-            del pool
-            torch.cuda.empty_cache()
+    forms = given.forms or [f"{kv}:{dim}" for kv in given.kv for dim in given.head_dims]
+    grid = [tuple(int(n) for n in one.split("x")) for one in given.grid or ()] or GRID
+    for kv, _, head_dim in (form.partition(":") for form in forms):
+        pool = make_pool(int(head_dim), FP8 if kv == "fp8" else torch.bfloat16)
+        for batch, context in grid:
+            if time.monotonic() > end:
+                break
+            b = make_batch(pool, batch, context, read)
+            calls = {name: nibble(b, *values) for name, values in divisions.items()}
+            calls |= _others(b, given.others)
+            result["rows"].append(row := measure(b, calls, read))
+            print(json.dumps(row), flush=True)
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
+        del pool
+        torch.cuda.empty_cache()
 
 
 def _others(b: Batch, names: list[str]) -> dict[str, Call]:

@@ -94,6 +94,7 @@ def problem_of(
     group = heads // kv_heads
     most_queries = int(case.query_begins.diff().max())
     row_tiles = -(-group * most_queries // 16)
+    rows = min(16, group * most_queries)
     slots = sequences * kv_heads * row_tiles * most_splits
     options = case.options
     kept = {
@@ -104,7 +105,7 @@ def problem_of(
         "query_begins": case.query_begins,
         "out": torch.full((tokens, heads, head_dim), float("nan"), dtype=torch.bfloat16),
         "lse": torch.full((tokens, heads), float("nan")),
-        "partials": torch.full((slots * 16 * (head_dim + 2),), float("nan")),
+        "partials": torch.full((slots * (rows * head_dim + -(-2 * rows // 4) * 4),), float("nan")),
         "counters": torch.zeros(sequences * kv_heads * row_tiles, dtype=torch.int32),
         **{name: options[name] for name in ("k_scale", "v_scale", "sinks") if name in options},
     }

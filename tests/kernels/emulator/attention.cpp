@@ -17,13 +17,20 @@ void run(const Problem& problem, uint32_t blocks) {
   }
 }
 
+template <uint32_t HeadDim, bool IsFp8>
+void run_rows(const Problem& problem, bool is_small, uint32_t blocks) {
+  const bool is_one_group = slot_rows(problem) <= 8;
+  if (is_small && is_one_group) return run<Form<HeadDim, IsFp8, 1, true>>(problem, blocks);
+  if (is_small) return run<Form<HeadDim, IsFp8, 2, true>>(problem, blocks);
+  if (is_one_group) return run<Form<HeadDim, IsFp8, 1, false>>(problem, blocks);
+  run<Form<HeadDim, IsFp8, 2, false>>(problem, blocks);
+}
+
 template <bool IsFp8>
 void run_size(const Problem& problem, uint32_t head_dim, bool is_small, uint32_t blocks) {
-  if (head_dim == 64) return run<Form<64, IsFp8, 4, 2>>(problem, blocks);
-  if (head_dim == 128 && is_small) return run<Form<128, IsFp8, 4, 2>>(problem, blocks);
-  if (head_dim == 128) return run<Form<128, IsFp8, 4, 3>>(problem, blocks);
-  if (is_small) return run<Form<256, IsFp8, IsFp8 ? 4 : 2, 2>>(problem, blocks);
-  run<Form<256, IsFp8, 4, IsFp8 ? 2 : 3>>(problem, blocks);
+  if (head_dim == 64) return run_rows<64, IsFp8>(problem, is_small, blocks);
+  if (head_dim == 128) return run_rows<128, IsFp8>(problem, is_small, blocks);
+  run_rows<256, IsFp8>(problem, is_small, blocks);
 }
 
 }  // namespace

@@ -14,9 +14,8 @@ __all__ = ["Workspace", "decode_attention", "make_workspace"]
 
 # Of problem.h: rows of a product, sequences of a launch.
 ROWS, SEQUENCES = 16, 256
-# A sequence's tokens in one chunk, until there are `MOST_SPLITS` chunks (docs/kernels/
-# decode_attention.md).
-LEAST_CHUNK, MOST_SPLITS = 512, 64
+# Tokens of a split, until a sequence has `MOST_SPLITS` of them (docs/kernels/decode_attention.md).
+LEAST_CHUNK, MOST_SPLITS = 128, 64
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ def make_workspace(
 ) -> Workspace:
     """For batches of up to `sequences`. Calls on several streams need one each."""
     items = min(sequences, SEQUENCES) * kv_heads * -(-group * most_queries // ROWS)
-    floats = items * most_splits * ROWS * (head_dim + 2)
+    rows = min(ROWS, group * most_queries)
+    floats = items * most_splits * (rows * head_dim + -(-2 * rows // 4) * 4)
     return Workspace(
         torch.empty(floats, dtype=torch.float32, device=device),
         torch.zeros(items, dtype=torch.int32, device=device),

@@ -31,7 +31,7 @@ void check_cache(const Tensor& query, const Tensor& cache) {
           "expected a cache in bfloat16 or float8_e4m3fn");
   require(cache.dim() == 4 && cache.size(3) == 2 * head_dim && cache.stride(3) == 1,
           "expected a cache [pages, KV heads, tokens, 2 D] with D = ", head_dim);
-  require(cache.size(2) % kPageGroup == 0, "expected pages of a multiple of 16 tokens, found ",
+  require(cache.size(2) % kTile == 0, "expected pages of a multiple of 16 tokens, found ",
           cache.size(2));
   require(query.size(1) % cache.size(1) == 0, query.size(1), " heads are not divided by ", cache.size(1),
           " KV heads");
@@ -59,8 +59,8 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
   p.most_splits = static_cast<uint32_t>(most_splits);
   require(p.group <= kRows && most_queries >= 1 && most_queries <= 8,
           "expected up to 16 query heads a KV head and 1 to 8 query tokens");
-  require(least_chunk >= 64 && least_chunk % 64 == 0 && most_splits >= 1 && most_splits <= kMostSplits,
-          "expected chunks of a multiple of 64 tokens and 1 to 64 splits");
+  require(least_chunk >= kTile && least_chunk % kTile == 0 && most_splits >= 1 && most_splits <= kMostSplits,
+          "expected splits of a multiple of 16 tokens, and 1 to ", kMostSplits, " of them");
   return p;
 }
 
@@ -92,7 +92,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   require(out.is_contiguous() && out.numel() == query.numel() && out.scalar_type() == query.scalar_type(),
           "expected a result without gaps, as large as the queries");
   const int64_t slots = at_a_time * heads * most_splits;
-  require(partials.numel() >= slots * partial_floats(static_cast<uint32_t>(query.size(2))) &&
+  require(partials.numel() >= slots * partial_floats(p, static_cast<uint32_t>(query.size(2))) &&
               counters.numel() >= at_a_time * heads,
           "the workspace is too small for ", at_a_time, " sequences");
   p.pages = static_cast<const int32_t*>(pages.const_data_ptr());

@@ -11,14 +11,26 @@
 namespace nibble::attention {
 
 inline constexpr int kMostDevices = 64;
-// A block's shared memory: on SM12x, and where the larger forms are taken.
+// A block's shared memory on SM12x, and from where on the larger forms are taken.
 inline constexpr int kSmallSharedBytes = 99 * 1024, kLargeSharedBytes = 128 * 1024;
+
+// Targets with compute capability 12 have the small forms, others the large ones.
+template <bool IsSmall>
+__device__ constexpr bool is_for_target() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return IsSmall;
+#else
+  return !IsSmall;
+#endif
+}
 
 template <class Form>
 __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     attend(const __grid_constant__ Problem problem) {
-  extern __shared__ uint4 memory[];
-  Attention<Form>(problem, *reinterpret_cast<Shared<Form>*>(memory)).run();
+  if constexpr (is_for_target<Form::kIsSmall>()) {
+    extern __shared__ uint4 memory[];
+    Attention<Form>(problem, *reinterpret_cast<Shared<Form>*>(memory)).run();
+  }
 }
 
 struct Gpu {
@@ -52,31 +64,49 @@ cudaError_t blocks_at_a_time(int device, const Gpu& gpu, int& blocks) {
   return cudaSuccess;
 }
 
-template <class Form, int MostSharedBytes = 227 * 1024>
+template <class Form>
 cudaError_t launch_form(const Problem& problem, int device, const Gpu& gpu, cudaStream_t stream) {
-  static_assert(sizeof(Shared<Form>) <= MostSharedBytes);
+  constexpr int kMostBytes = Form::kIsSmall ? kSmallSharedBytes : (228 / Form::kBlocks - 1) * 1024;
+  static_assert(sizeof(Shared<Form>) <= kMostBytes);
   int blocks = 0;
   const cudaError_t error = blocks_at_a_time<Form>(device, gpu, blocks);
   if (error != cudaSuccess) return error;
-  const uint64_t most =
-      uint64_t{problem.sequences} * problem.kv_heads * row_tiles_of(problem) * problem.most_splits;
+  const uint64_t pairs = uint64_t{problem.sequences} * problem.kv_heads * row_tiles_of(problem);
+  const uint64_t most = pairs * problem.most_splits;
   if (most < static_cast<uint64_t>(blocks)) blocks = static_cast<int>(most);
-  attend<Form><<<blocks, Form::kThreads, sizeof(Shared<Form>), stream>>>(problem);
-  return cudaGetLastError();
+  // It may begin while the kernel before it ends.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(Form::kThreads);
+  config.dynamicSmemBytes = sizeof(Shared<Form>);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, attend<Form>, problem);
+}
+
+template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups>
+cudaError_t launch_rows(const Problem& problem, int device, const Gpu& gpu, cudaStream_t stream) {
+  if (gpu.shared_bytes >= kLargeSharedBytes)
+    return launch_form<Form<HeadDim, IsFp8, RowGroups, false>>(problem, device, gpu, stream);
+  return launch_form<Form<HeadDim, IsFp8, RowGroups, true>>(problem, device, gpu, stream);
+}
+
+template <uint32_t HeadDim, bool IsFp8>
+cudaError_t launch_size(const Problem& problem, int device, const Gpu& gpu, cudaStream_t stream) {
+  if (slot_rows(problem) <= 8) return launch_rows<HeadDim, IsFp8, 1>(problem, device, gpu, stream);
+  return launch_rows<HeadDim, IsFp8, 2>(problem, device, gpu, stream);
 }
 
 template <bool IsFp8>
 cudaError_t launch_type(const Problem& problem, uint32_t head_dim, int device, const Gpu& gpu,
                         cudaStream_t stream) {
-  const bool is_large = gpu.shared_bytes >= kLargeSharedBytes;
-  if (head_dim == 64)
-    return launch_form<Form<64, IsFp8, 4, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
-  if (head_dim == 128) {
-    if (is_large) return launch_form<Form<128, IsFp8, 4, 3>>(problem, device, gpu, stream);
-    return launch_form<Form<128, IsFp8, 4, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
-  }
-  if (is_large) return launch_form<Form<256, IsFp8, 4, IsFp8 ? 2 : 3>>(problem, device, gpu, stream);
-  return launch_form<Form<256, IsFp8, IsFp8 ? 4 : 2, 2>, kSmallSharedBytes>(problem, device, gpu, stream);
+  if (head_dim == 64) return launch_size<64, IsFp8>(problem, device, gpu, stream);
+  if (head_dim == 128) return launch_size<128, IsFp8>(problem, device, gpu, stream);
+  return launch_size<256, IsFp8>(problem, device, gpu, stream);
 }
 
 // head_dim: 64, 128 or 256.

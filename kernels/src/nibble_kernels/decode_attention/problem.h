@@ -8,10 +8,10 @@
 namespace nibble::attention {
 
 inline constexpr uint32_t kLanes = 32;
-inline constexpr uint32_t kRows = 16;       // of a product: queries of one KV head, head by head
-inline constexpr uint32_t kPageGroup = 16;  // tokens that lie in one page
+inline constexpr uint32_t kRows = 16;  // at most, of a product: queries of one KV head, head by head
+inline constexpr uint32_t kTile = 16;  // tokens of a product; they lie in one page
 inline constexpr uint32_t kMostSequences = 256;
-inline constexpr uint32_t kMostSplits = 64;
+inline constexpr uint32_t kMostSplits = 128;
 
 // Strides of the cache are in bytes; a token's key is followed by its value.
 struct Problem {
@@ -40,31 +40,39 @@ NIBBLE_FUNCTION uint32_t row_tiles_of(const Problem& p) {
   return quotient_up(p.group * p.most_queries, kRows);
 }
 
-// What a sequence's queries see, in equal chunks but for the last. Depends on this sequence alone, so that
-// its result does not depend on others.
+// What a sequence's queries see, in tiles, and its equal splits but for the last. Depends on this sequence
+// alone, so that its result does not depend on others.
 struct Span {
   uint32_t first, end;     // tokens; `begin` of them is a multiple of a tile
   uint32_t begin;          // the first that is read
-  uint32_t chunk, splits;  // splits is 0 for a sequence without queries
+  uint32_t tiles, chunk;   // `chunk` of a split
+  uint32_t splits;         // 0 for a sequence without queries, else at least 1
+  bool is_together;        // the warps of one block take all of its splits
 };
 
-NIBBLE_FUNCTION Span span_of(const Problem& p, uint32_t length, uint32_t queries, uint32_t tile) {
-  Span span{0, length, 0, 0, queries == 0 ? 0u : 1u};
+NIBBLE_FUNCTION Span span_of(const Problem& p, uint32_t length, uint32_t queries, uint32_t warps) {
+  Span span{0, length, 0, 0, 0, 0, true};
   const uint32_t seen_by_first = length < queries ? 0 : length - queries + 1;
   if (p.window != 0 && seen_by_first > p.window) span.first = seen_by_first - p.window;
-  span.begin = span.first / tile * tile;
-  const uint32_t least = quotient_up(span.end - span.begin, p.least_chunk);
-  const uint32_t splits = least < p.most_splits ? least : p.most_splits;
-  if (splits <= 1 || queries == 0) {
-    span.chunk = span.end - span.begin;
-    return span;
-  }
-  span.chunk = quotient_up(least, splits) * p.least_chunk;
-  span.splits = quotient_up(span.end - span.begin, span.chunk);
+  span.begin = span.first / kTile * kTile;
+  if (queries == 0) return span;
+  span.tiles = quotient_up(span.end - span.begin, kTile);
+  const uint32_t least = p.least_chunk / kTile;
+  span.is_together = span.tiles <= warps * least;
+  const uint32_t wanted = span.is_together ? warps : p.most_splits;
+  span.chunk = quotient_up(span.tiles, wanted);
+  if (!span.is_together && span.chunk < least) span.chunk = least;
+  span.splits = span.tiles == 0 ? 1 : quotient_up(span.tiles, span.chunk);
   return span;
 }
 
-// Floats of a chunk's partial result: rows of D, then each row's maximum and sum.
-NIBBLE_FUNCTION uint32_t partial_floats(uint32_t head_dim) { return kRows * (head_dim + 2); }
+// Floats of a split's partial result: rows of D, then each row's maximum, then each row's sum.
+NIBBLE_FUNCTION uint32_t slot_rows(const Problem& p) {
+  const uint32_t rows = p.group * p.most_queries;
+  return rows < kRows ? rows : kRows;
+}
+NIBBLE_FUNCTION uint32_t partial_floats(const Problem& p, uint32_t head_dim) {
+  return slot_rows(p) * head_dim + quotient_up(2 * slot_rows(p), 4) * 4;
+}
 
 }  // namespace nibble::attention

@@ -1,4 +1,5 @@
-// A warp's products with a tile of keys and values.
+// A warp's products with a tile of keys and values. Tokens and the head dim are the rows of products, queries
+// their eight columns, so that few queries take few registers.
 #pragma once
 
 #include "decode_attention/work.cuh"
@@ -15,12 +16,16 @@ __device__ __forceinline__ uint32_t pair_of(float low, float high, bool is_half)
 }
 
 template <class Form>
-__device__ __forceinline__ void multiply(float (&sum)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply(float (&sum)[4], const uint4& a, const uint2& b) {
   if constexpr (Form::kIsFp8) {
-    instruction::mma_halves(sum, a.x, a.y, a.z, a.w, b0, b1);
+    instruction::mma_halves(sum, a.x, a.y, a.z, a.w, b.x, b.y);
   } else {
-    instruction::mma_bfloats(sum, a.x, a.y, a.z, a.w, b0, b1);
+    instruction::mma_bfloats(sum, a.x, a.y, a.z, a.w, b.x, b.y);
   }
+}
+
+__device__ __forceinline__ float shuffled(float x, uint32_t mask) {
+  return __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(x), mask));
 }
 
 // The first of four neighbouring elements of the head dim that lane 4 r + c has in a step. A key's 16 bytes
@@ -31,64 +36,65 @@ __device__ __forceinline__ uint32_t element_of(uint32_t step, uint32_t c) {
   return step / kStepsPerRead * 4 * kPerRead + c * kPerRead + step % kStepsPerRead * 4;
 }
 
-// What a warp has of a chunk's result. Of the rows r and r + 8 of lane 4 r + c.
+// Queries as products take them: of lane 4 r + c query r.
+template <class Form>
+using Query = uint2[Form::kRowGroups][Form::kSteps];
+
+// What a warp has of a split's result. Lane 4 r + c has queries 2 c and 2 c + 1.
 template <class Form>
 struct Partial {
-  float sums[Form::kColumns][4];
-  float maximum[2], total[2];  // base 2; `total` is of this lane's tokens alone
+  // Of element j of a load: [j / 2][j % 2 * 2 + i] for query 2 c + i.
+  float sums[Form::kRowGroups][Form::kDimTiles][4];
+  float maximum[Form::kRowGroups][2], total[Form::kRowGroups][2];  // base 2; of this lane's tokens alone
 };
 
 template <class Form>
 struct Rows {
-  float factor[2];              // of a sum of products: the scale, in base 2 unless scores are capped
-  uint32_t first[2], end[2];    // tokens that the row sees
-  uint32_t all_first, all_end;  // that all rows see
+  float factor[Form::kRowGroups][2];  // of a product: the scale, in base 2 unless scores are capped
+  uint32_t all_first, all_end;        // tokens that all rows see
 };
 
 template <class Form>
 class Tile {
  public:
-  static constexpr uint32_t kKeys = Form::kTile / 8;
-
-  __device__ __forceinline__ Tile(const uint8_t* memory, const uint32_t* query)
-      : memory_(memory), query_(query) {}
+  __device__ __forceinline__ Tile(const Shared<Form>& shared, const uint8_t* memory)
+      : shared_(shared), memory_(memory) {}
 
   __device__ __forceinline__ void add(Partial<Form>& partial, const Rows<Form>& rows, float soft_cap,
-                                      uint32_t begin, const uint4 (&query)[Form::kSteps]) {
+                                      uint32_t begin, const Query<Form>& query) {
     score(query);
     scale(rows, soft_cap);
-    if (begin < rows.all_first || begin + Form::kTile > rows.all_end) hide(rows, begin);
+    if (begin < rows.all_first || begin + kTile > rows.all_end) hide(begin);
     weigh(partial);
     add_values(partial);
   }
 
  private:
-  // scores_ = queries x keys.
-  __device__ __forceinline__ void score(const uint4 (&query)[Form::kSteps]) {
+  // scores_ = keys x queries.
+  __device__ __forceinline__ void score(const Query<Form>& query) {
     const uint32_t lane = threadIdx.x % kLanes, r = lane / 4, c = lane % 4;
 #pragma unroll
-    for (uint32_t i = 0; i < kKeys; ++i) {
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) scores_[i][j] = 0;
+      for (uint32_t j = 0; j < 4; ++j) scores_[group][j] = 0;
     }
     constexpr uint32_t kStepsPerRead = Form::kIsFp8 ? 4 : 2;
 #pragma unroll
     for (uint32_t read = 0; read < Form::kSteps / kStepsPerRead; ++read) {
+      const uint4 low = read_unit(r, read * 4 + c), high = read_unit(r + 8, read * 4 + c);
+      const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
-      for (uint32_t i = 0; i < kKeys; ++i) {
-        const uint4 key = read_unit(i * 8 + r, read * 4 + c);
-        const uint32_t words[4] = {key.x, key.y, key.z, key.w};
-#pragma unroll
-        for (uint32_t j = 0; j < kStepsPerRead; ++j) {
-          const uint32_t step = read * kStepsPerRead + j;
-          const uint4 a = Form::kQueryInRegisters ? query[step] : query_of(step);
-          if constexpr (Form::kIsFp8) {
-            multiply<Form>(scores_[i], a, instruction::e4m3_pair(words[j]),
-                           instruction::e4m3_pair(words[j] >> 16));
-          } else {
-            multiply<Form>(scores_[i], a, words[2 * j], words[2 * j + 1]);
-          }
+      for (uint32_t j = 0; j < kStepsPerRead; ++j) {
+        uint4 key;
+        if constexpr (Form::kIsFp8) {
+          key = make_uint4(instruction::e4m3_pair(lows[j]), instruction::e4m3_pair(highs[j]),
+                           instruction::e4m3_pair(lows[j] >> 16), instruction::e4m3_pair(highs[j] >> 16));
+        } else {
+          key = make_uint4(lows[2 * j], highs[2 * j], lows[2 * j + 1], highs[2 * j + 1]);
         }
+#pragma unroll
+        for (uint32_t group = 0; group < Form::kRowGroups; ++group)
+          multiply<Form>(scores_[group], key, query[group][read * kStepsPerRead + j]);
       }
     }
   }
@@ -96,22 +102,26 @@ class Tile {
   __device__ __forceinline__ void scale(const Rows<Form>& rows, float soft_cap) {
     constexpr float kLog2E = 1.4426950408889634f;
 #pragma unroll
-    for (uint32_t i = 0; i < kKeys; ++i) {
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) {
-        scores_[i][j] *= rows.factor[j / 2];
-        if (soft_cap != 0) scores_[i][j] = tanhf(scores_[i][j] / soft_cap) * (soft_cap * kLog2E);
+        float& score = scores_[group][j];
+        score *= rows.factor[group][j % 2];
+        if (soft_cap != 0) score = tanhf(score / soft_cap) * (soft_cap * kLog2E);
       }
     }
   }
 
-  __device__ __forceinline__ void hide(const Rows<Form>& rows, uint32_t begin) {
+  __device__ __forceinline__ void hide(uint32_t begin) {
+    const uint32_t* const firsts = shared_.row_first[threadIdx.x / kLanes];
+    const uint32_t* const ends = shared_.row_end[threadIdx.x / kLanes];
 #pragma unroll
-    for (uint32_t i = 0; i < kKeys; ++i) {
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) {
-        const uint32_t token = begin + i * 8 + threadIdx.x % 4 * 2 + j % 2;
-        if (token < rows.first[j / 2] || token >= rows.end[j / 2]) scores_[i][j] = -INFINITY;
+        const uint32_t token = begin + threadIdx.x % kLanes / 4 + j / 2 * 8;
+        const uint32_t row = group * 8 + threadIdx.x % 4 * 2 + j % 2;
+        if (token < firsts[row] || token >= ends[row]) scores_[group][j] = -INFINITY;
       }
     }
   }
@@ -119,79 +129,87 @@ class Tile {
   // scores_ become weights relative to the maximum so far.
   __device__ __forceinline__ void weigh(Partial<Form>& partial) {
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      float maximum = scores_[0][2 * half];
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+      float(&scores)[4] = scores_[group];
+      float(&maxima)[2] = partial.maximum[group];
+      const bool is_larger = fmaxf(scores[0], scores[2]) > maxima[0] || fmaxf(scores[1], scores[3]) > maxima[1];
+      if (__any_sync(~0u, is_larger)) raise(partial, group);
 #pragma unroll
-      for (uint32_t i = 0; i < kKeys; ++i) {
-        maximum = fmaxf(maximum, fmaxf(scores_[i][2 * half], scores_[i][2 * half + 1]));
-      }
-      maximum = fmaxf(maximum, shuffled(maximum, 1));
-      maximum = fmaxf(maximum, shuffled(maximum, 2));
-      maximum = fmaxf(maximum, partial.maximum[half]);
-      const float base = maximum == -INFINITY ? 0 : maximum;
-      const float factor = instruction::power_of_two(partial.maximum[half] - base);
-      partial.maximum[half] = maximum;
-      float total = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < kKeys; ++i) {
-#pragma unroll
-        for (uint32_t j = 0; j < 2; ++j) {
-          float& score = scores_[i][2 * half + j];
-          score = instruction::power_of_two(score - base);
-          total += score;
-        }
-      }
-      partial.total[half] = fmaf(partial.total[half], factor, total);
-      if (factor != 1) {
-#pragma unroll
-        for (uint32_t column = 0; column < Form::kColumns; ++column) {
-          partial.sums[column][2 * half] *= factor;
-          partial.sums[column][2 * half + 1] *= factor;
-        }
+      for (uint32_t i = 0; i < 2; ++i) {
+        const float base = maxima[i] == -INFINITY ? 0 : maxima[i];
+        scores[i] = instruction::power_of_two(scores[i] - base);
+        scores[2 + i] = instruction::power_of_two(scores[2 + i] - base);
+        partial.total[group][i] += scores[i] + scores[2 + i];
       }
     }
-    __syncwarp();
+  }
+
+  __device__ __forceinline__ void raise(Partial<Form>& partial, uint32_t group) {
+    float factor[2];
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      float maximum = fmaxf(scores_[group][i], scores_[group][2 + i]);
+#pragma unroll
+      for (uint32_t mask = 4; mask < kLanes; mask *= 2) maximum = fmaxf(maximum, shuffled(maximum, mask));
+      maximum = fmaxf(maximum, partial.maximum[group][i]);
+      factor[i] = instruction::power_of_two(partial.maximum[group][i] - (maximum == -INFINITY ? 0 : maximum));
+      partial.maximum[group][i] = maximum;
+      partial.total[group][i] *= factor[i];
+    }
+#pragma unroll
+    for (uint32_t tile = 0; tile < Form::kDimTiles; ++tile) {
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) partial.sums[group][tile][j] *= factor[j % 2];
+    }
   }
 
   __device__ __forceinline__ void add_values(Partial<Form>& partial) {
     const uint32_t lane = threadIdx.x % kLanes, r = lane / 4, c = lane % 4;
+    uint2 weights[Form::kRowGroups];
 #pragma unroll
-    for (uint32_t group = 0; group < kKeys / 2; ++group) {
-      const float (&low)[4] = scores_[2 * group], (&high)[4] = scores_[2 * group + 1];
-      const uint4 weights = {pair_of(low[0], low[1], Form::kIsFp8), pair_of(low[2], low[3], Form::kIsFp8),
-                             pair_of(high[0], high[1], Form::kIsFp8),
-                             pair_of(high[2], high[3], Form::kIsFp8)};
-      const uint32_t token = group * 16 + 2 * c;
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+      const float(&scores)[4] = scores_[group];
+      weights[group].x = instruction::transpose_pairs(pair_of(scores[0], scores[1], Form::kIsFp8));
+      weights[group].y = instruction::transpose_pairs(pair_of(scores[2], scores[3], Form::kIsFp8));
+    }
 #pragma unroll
-      for (uint32_t load = 0; load < Form::kLoads; ++load) {
-        uint32_t words[4][4];
+    for (uint32_t load = 0; load < Form::kLoads; ++load) {
+      uint32_t words[4][4];
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) read_value(token + i / 2 * 8 + i % 2, load * 8 + r, words[i]);
+      for (uint32_t i = 0; i < 4; ++i) read_value(2 * c + i / 2 * 8 + i % 2, load * 8 + r, words[i]);
 #pragma unroll
-        for (uint32_t word = 0; word < Form::kLoad / 4; ++word) {
-          add_word(&partial.sums[load * Form::kPerLoad + word * (4 / Form::kElement)], weights,
-                   words[0][word], words[1][word], words[2][word], words[3][word]);
-        }
+      for (uint32_t word = 0; word < Form::kLoad / 4; ++word) {
+        add_word(partial, weights, load * (Form::kPerLoad / 2) + word * (2 / Form::kElement), words[0][word],
+                 words[1][word], words[2][word], words[3][word]);
       }
     }
   }
 
-  // A word of each of four tokens' values: two columns of bfloat16, or four of FP8.
-  __device__ __forceinline__ void add_word(float (*sums)[4], const uint4& weights, uint32_t v0, uint32_t v1,
-                                           uint32_t v2, uint32_t v3) {
+  // A word of each of four tokens' values: two elements of bfloat16, or four of FP8.
+  __device__ __forceinline__ void add_word(Partial<Form>& partial, const uint2 (&weights)[Form::kRowGroups],
+                                           uint32_t tile, uint32_t v0, uint32_t v1, uint32_t v2,
+                                           uint32_t v3) {
     if constexpr (Form::kIsFp8) {
       const uint32_t low01 = __byte_perm(v0, v1, 0x5140), high01 = __byte_perm(v0, v1, 0x7362);
       const uint32_t low23 = __byte_perm(v2, v3, 0x5140), high23 = __byte_perm(v2, v3, 0x7362);
-      multiply<Form>(sums[0], weights, instruction::e4m3_pair(low01), instruction::e4m3_pair(low23));
-      multiply<Form>(sums[1], weights, instruction::e4m3_pair(low01 >> 16),
-                     instruction::e4m3_pair(low23 >> 16));
-      multiply<Form>(sums[2], weights, instruction::e4m3_pair(high01), instruction::e4m3_pair(high23));
-      multiply<Form>(sums[3], weights, instruction::e4m3_pair(high01 >> 16),
-                     instruction::e4m3_pair(high23 >> 16));
+      add_elements(partial, weights, tile,
+                   make_uint4(instruction::e4m3_pair(low01), instruction::e4m3_pair(low01 >> 16),
+                              instruction::e4m3_pair(low23), instruction::e4m3_pair(low23 >> 16)));
+      add_elements(partial, weights, tile + 1,
+                   make_uint4(instruction::e4m3_pair(high01), instruction::e4m3_pair(high01 >> 16),
+                              instruction::e4m3_pair(high23), instruction::e4m3_pair(high23 >> 16)));
     } else {
-      multiply<Form>(sums[0], weights, __byte_perm(v0, v1, 0x5410), __byte_perm(v2, v3, 0x5410));
-      multiply<Form>(sums[1], weights, __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x7632));
+      add_elements(partial, weights, tile,
+                   make_uint4(__byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632),
+                              __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632)));
     }
+  }
+  __device__ __forceinline__ void add_elements(Partial<Form>& partial,
+                                               const uint2 (&weights)[Form::kRowGroups], uint32_t tile,
+                                               const uint4& values) {
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group)
+      multiply<Form>(partial.sums[group][tile], values, weights[group]);
   }
 
   __device__ __forceinline__ uint4 read_unit(uint32_t row, uint32_t unit) const {
@@ -209,16 +227,10 @@ class Tile {
       words[0] = pair.x, words[1] = pair.y;
     }
   }
-  __device__ __forceinline__ uint4 query_of(uint32_t step) const {
-    return reinterpret_cast<const uint4*>(query_)[step * kLanes + threadIdx.x % kLanes];
-  }
-  static __device__ __forceinline__ float shuffled(float x, uint32_t mask) {
-    return __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(x), mask));
-  }
 
+  const Shared<Form>& shared_;
   const uint8_t* const memory_;
-  const uint32_t* const query_;
-  float scores_[kKeys][4];
+  float scores_[Form::kRowGroups][4];
 };
 
 }  // namespace nibble::attention

@@ -1,4 +1,8 @@
-// Which chunk of which sequence a thread block computes, and the order of a warp's tiles.
+// What each warp computes, in order, and its tiles on their way to shared memory.
+//
+// Sequences that one block's warps can share come first, a unit of a block for each KV head and tile of rows:
+// each warp has one split. Then come the splits of longer sequences, an equal number of neighbours for each
+// warp of the grid.
 #pragma once
 
 #include "decode_attention/problem.h"
@@ -6,200 +10,302 @@
 
 namespace nibble::attention {
 
-// Sizes of a kernel. kTile: tokens that a warp computes at a time.
-template <uint32_t HeadDim, bool IsFp8, uint32_t Warps, uint32_t Stages>
+// Sizes of a kernel. RowGroups: eights of rows. IsSmall: for SM12x, where a block has 99 KB of shared memory.
+template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups, bool IsSmall>
 struct Form {
-  static constexpr uint32_t kHeadDim = HeadDim, kWarps = Warps, kStages = Stages;
-  static constexpr bool kIsFp8 = IsFp8;
-  static constexpr uint32_t kElement = IsFp8 ? 1 : 2, kThreads = Warps * kLanes;
+  static constexpr uint32_t kHeadDim = HeadDim, kRowGroups = RowGroups;
+  static constexpr bool kIsFp8 = IsFp8, kIsSmall = IsSmall;
+  static constexpr uint32_t kElement = IsFp8 ? 1 : 2;
   static constexpr uint32_t kRowBytes = 2 * HeadDim * kElement, kRowUnits = kRowBytes / 16;
-  static constexpr uint32_t kTile = kRowBytes > 512 ? 16 : 8192 / kRowBytes;
   static constexpr uint32_t kTileBytes = kTile * kRowBytes;
-  static constexpr uint32_t kSteps = HeadDim / 16;   // of the product of queries and keys
-  static constexpr uint32_t kColumns = HeadDim / 8;  // tiles of eight columns of the output
+  // Of the head dim and type alone: the division of a sequence depends on them.
+  static constexpr uint32_t kWarps = kTileBytes <= 4096 || (kTileBytes == 8192 && !IsSmall) ? 8
+                                     : kTileBytes == 8192 || !IsSmall                      ? 4
+                                                                                           : 2;
+  static constexpr uint32_t kThreads = kWarps * kLanes;
+  // A multiprocessor of SM90 has registers and shared memory for these.
+  static constexpr uint32_t kBlocks = !IsSmall && kTileBytes <= 4096 && RowGroups == 1 ? 2 : 1;
+  static constexpr uint32_t kRingBytes = IsSmall ? 64 * 1024 : kBlocks == 2 ? 96 * 1024 : 192 * 1024;
+  static constexpr uint32_t kStages = kRingBytes / (kWarps * kTileBytes);
+  static constexpr uint32_t kSteps = HeadDim / 16;     // of the product of queries and keys
+  static constexpr uint32_t kDimTiles = HeadDim / 16;  // of the product of weights and values
   static constexpr uint32_t kLoad = HeadDim * kElement / 8 < 16 ? 8 : 16;  // bytes of a value at a time
   static constexpr uint32_t kLoads = HeadDim * kElement / 8 / kLoad, kPerLoad = kLoad / kElement;
-  static constexpr uint32_t kSumStride = HeadDim + 8;
-  static constexpr bool kQueryInRegisters = HeadDim <= 128;
-  // A multiprocessor of SM90 has registers and shared memory for these.
-  static constexpr uint32_t kBlocks = HeadDim == 256 && !IsFp8 ? 1 : 2;
 };
 
 template <class Form>
-struct Shared {
-  alignas(16) uint8_t ring[Form::kWarps * Form::kStages * Form::kTileBytes];
-  alignas(16) uint32_t query[Form::kSteps * kLanes * 4];  // as lanes take it
-  alignas(16) float sums[8 * Form::kSumStride];
-  float weights[kRows * kMostSplits];
-  float maxima[Form::kWarps][kRows], totals[Form::kWarps][kRows];
-  uint32_t largest[kRows];  // bits of the largest |query|
-  float maximum[kRows], total[kRows];
-  uint32_t ends[kMostSequences];  // items up to and with each sequence
-  uint32_t lengths[kMostSequences], query_begins[kMostSequences + 1];
-  uint32_t is_last;
-};
+class Cursor;
 
-// One KV head's chunk of a sequence for a tile of rows.
-struct Item {
-  uint32_t sequence, head, row_tile, split, splits;
-  uint32_t first, length;  // tokens that are seen
-  uint32_t begin, tiles;   // of the chunk
-  uint32_t query_begin, queries;
-  const int32_t* pages;
+template <class Form>
+struct Shared {
+  union {
+    alignas(16) uint8_t ring[Form::kRingBytes];
+    float weights[kRows * kMostSplits];  // when the ring is empty
+  };
+  float maxima[Form::kWarps][8], totals[Form::kWarps][8];
+  uint32_t held[Form::kWarps];  // where in the ring a warp's partial result lies
+  uint32_t row_first[Form::kWarps][kRows], row_end[Form::kWarps][kRows];  // tokens that a row sees
+  uint32_t unit_ends[kMostSequences], split_ends[kMostSequences];  // up to and with each sequence
+  uint32_t lengths[kMostSequences], query_begins[kMostSequences + 1];
+  Cursor<Form> fetching[Form::kWarps], computing[Form::kWarps];  // of which registers are short
+  uint32_t finished;  // a pair of sequence and head whose splits are all there, plus one
 };
 
 template <class Form>
 __device__ __forceinline__ Span span_of_sequence(const Problem& p, const Shared<Form>& shared,
                                                  uint32_t sequence) {
   const uint32_t queries = shared.query_begins[sequence + 1] - shared.query_begins[sequence];
-  return span_of(p, shared.lengths[sequence], queries, Form::kTile);
+  return span_of(p, shared.lengths[sequence], queries, Form::kWarps);
 }
 
-// The number of items; fills shared's tables of sequences.
+// Sums of a lane's share of numbers, then of all lanes before it, in place.
+__device__ __forceinline__ void add_up(uint32_t* numbers, uint32_t count) {
+  const uint32_t lane = threadIdx.x % kLanes, share = quotient_up(count, kLanes);
+  const uint32_t begin = min(lane * share, count), end = min(begin + share, count);
+  uint32_t sum = 0;
+  for (uint32_t i = begin; i < end; ++i) sum += numbers[i];
+  uint32_t before = sum;
+  for (uint32_t step = 1; step < kLanes; step *= 2) {
+    const uint32_t other = __shfl_sync(~0u, before, lane >= step ? lane - step : lane);
+    if (lane >= step) before += other;
+  }
+  before -= sum;
+  for (uint32_t i = begin; i < end; ++i) numbers[i] = before += numbers[i];
+}
+
+// Fills shared's tables of sequences.
 template <class Form>
-__device__ __forceinline__ uint32_t count_items(const Problem& p, Shared<Form>& shared) {
+__device__ __forceinline__ void count_work(const Problem& p, Shared<Form>& shared) {
   const uint32_t heads = p.kv_heads * row_tiles_of(p);
-  for (uint32_t i = threadIdx.x; i <= p.sequences; i += Form::kThreads) {
-    shared.query_begins[i] = static_cast<uint32_t>(__ldg(p.query_begins + i));
-    if (i < p.sequences) shared.lengths[i] = static_cast<uint32_t>(max(__ldg(p.lengths + i), 0));
+  if (threadIdx.x == 0) shared.finished = 0;
+  for (uint32_t i = threadIdx.x; i < p.sequences; i += Form::kThreads) {
+    const uint32_t begin = static_cast<uint32_t>(__ldg(p.query_begins + i));
+    const uint32_t end = static_cast<uint32_t>(__ldg(p.query_begins + i + 1));
+    const uint32_t length = static_cast<uint32_t>(max(__ldg(p.lengths + i), 0));
+    const Span span = span_of(p, length, end - begin, Form::kWarps);
+    shared.lengths[i] = length;
+    shared.query_begins[i] = begin;
+    if (i + 1 == p.sequences) shared.query_begins[i + 1] = end;
+    shared.unit_ends[i] = span.is_together && span.splits != 0 ? heads : 0;
+    shared.split_ends[i] = span.is_together ? 0 : span.splits * heads;
   }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < p.sequences; i += Form::kThreads)
-    shared.ends[i] = span_of_sequence(p, shared, i).splits * heads;
+  if (threadIdx.x / kLanes == 0) add_up(shared.unit_ends, p.sequences);
+  if (threadIdx.x / kLanes == 1) add_up(shared.split_ends, p.sequences);
   __syncthreads();
-  if (threadIdx.x < kLanes) {  // sums of a lane's share, then of all lanes before it
-    const uint32_t share = quotient_up(p.sequences, kLanes), begin = threadIdx.x * share;
-    const uint32_t end = min(begin + share, p.sequences);
-    uint32_t sum = 0;
-    for (uint32_t i = begin; i < end; ++i) sum += shared.ends[i];
-    uint32_t before = sum;
-    for (uint32_t step = 1; step < kLanes; step *= 2) {
-      const uint32_t other = __shfl_sync(~0u, before, threadIdx.x >= step ? threadIdx.x - step : threadIdx.x);
-      if (threadIdx.x >= step) before += other;
-    }
-    before -= sum;
-    for (uint32_t i = begin; i < end; ++i) shared.ends[i] = before += shared.ends[i];
-  }
-  __syncthreads();
-  return shared.ends[p.sequences - 1];
 }
 
+// The part of `all` numbers that one of `parts` has; the first parts have one more.
+struct Share {
+  uint32_t begin, end;
+};
+__device__ __forceinline__ Share share_of(uint32_t all, uint32_t parts, uint32_t part) {
+  const uint32_t each = all / parts, more = all - each * parts;
+  const uint32_t begin = part * each + min(part, more);
+  return {begin, begin + each + (part < more ? 1 : 0)};
+}
+
+// Goes through a warp's splits.
 template <class Form>
-__device__ __forceinline__ Item item_of(const Problem& p, const Shared<Form>& shared, uint32_t number) {
-  uint32_t low = 0, high = p.sequences - 1;  // the first sequence whose items end after `number`
-  while (low < high) {
-    const uint32_t middle = (low + high) / 2;
-    if (shared.ends[middle] > number) {
-      high = middle;
+class Cursor {
+ public:
+  uint32_t sequence, head, row_tile, split, splits;
+  uint32_t first, length;  // tokens that are seen
+  uint32_t begin, tiles;   // of the split
+  uint32_t number;         // of the unit, or of the split
+  bool is_together, is_over;
+
+  Cursor() = default;
+  __device__ __forceinline__ Cursor(const Problem& p, const Shared<Form>& shared) {
+    const uint32_t warp = threadIdx.x / kLanes;
+    const uint32_t units = shared.unit_ends[p.sequences - 1], splits = shared.split_ends[p.sequences - 1];
+    const Share unit = share_of(units, gridDim.x, blockIdx.x);
+    number = unit.begin, end_ = unit.end;
+    // The blocks that may have a unit less come first.
+    own_ = share_of(splits, gridDim.x * Form::kWarps, warp * gridDim.x + gridDim.x - 1 - blockIdx.x);
+    is_over = false, is_together = true;
+    if (number < end_) {
+      find(p, shared, shared.unit_ends);
     } else {
-      low = middle + 1;
+      go_to_splits(p, shared);
     }
   }
-  Item item;
-  const Span span = span_of_sequence(p, shared, low);
-  const uint32_t in_sequence = number - (low == 0 ? 0 : shared.ends[low - 1]);
-  const uint32_t pair = in_sequence / span.splits, tiles = row_tiles_of(p);
-  item.sequence = low;
-  item.splits = span.splits;
-  item.split = in_sequence - pair * span.splits;
-  item.head = pair / tiles;
-  item.row_tile = pair - item.head * tiles;
-  item.first = span.first;
-  item.length = span.end;
-  item.begin = span.begin + item.split * span.chunk;
-  item.tiles = quotient_up(min(span.chunk, span.end - item.begin), Form::kTile);
-  item.query_begin = shared.query_begins[low];
-  item.queries = shared.query_begins[low + 1] - item.query_begin;
-  item.pages = p.pages + static_cast<int64_t>(low) * p.pages_stride;
-  return item;
-}
 
-// A warp's tiles on their way to shared memory, across the borders of items.
+  __device__ __forceinline__ void next(const Problem& p, const Shared<Form>& shared) {
+    if (++number == end_) {
+      if (!is_together) {
+        is_over = true;
+      } else {
+        go_to_splits(p, shared);
+      }
+      return;
+    }
+    if (!is_together && ++split < splits) return look_at_split();
+    if (!is_together) split = 0;
+    if (++row_tile == row_tiles_of(p)) {
+      row_tile = 0;
+      if (++head == p.kv_heads) {
+        head = 0;
+        const uint32_t* const ends = is_together ? shared.unit_ends : shared.split_ends;
+        do ++sequence;
+        while (ends[sequence] <= number);
+        look_at_sequence(p, shared);
+      }
+    }
+    look_at_split();
+  }
+
+  // Whether this split is the first one, or the last one, of its pair of sequence and head that this warp has.
+  __device__ __forceinline__ bool is_first_of_pair() const {
+    return is_together || split == 0 || number == own_.begin;
+  }
+  __device__ __forceinline__ bool is_last_of_pair() const {
+    return number + 1 == end_ || split + 1 == splits;
+  }
+
+  // To shared memory, where it takes no registers.
+  __device__ __forceinline__ void park(Cursor& place) const {
+    __syncwarp();
+    if (threadIdx.x % kLanes == 0) place = *this;
+    __syncwarp();
+  }
+
+  // How many of its pair this warp has up to this one.
+  __device__ __forceinline__ uint32_t splits_of_pair() const { return min(split, number - own_.begin) + 1; }
+
+ private:
+  __device__ __forceinline__ void go_to_splits(const Problem& p, const Shared<Form>& shared) {
+    number = own_.begin, end_ = own_.end;
+    is_together = false;
+    if (number >= end_) {
+      is_over = true;
+    } else {
+      find(p, shared, shared.split_ends);
+    }
+  }
+
+  __device__ __forceinline__ void find(const Problem& p, const Shared<Form>& shared, const uint32_t* ends) {
+    uint32_t low = 0, high = p.sequences - 1;  // the first sequence that ends after `number`
+    while (low < high) {
+      const uint32_t middle = (low + high) / 2;
+      if (ends[middle] > number) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    sequence = low;
+    look_at_sequence(p, shared);
+    const uint32_t in_sequence = number - (low == 0 ? 0 : ends[low - 1]), tiles = row_tiles_of(p);
+    const uint32_t pair = is_together ? in_sequence : in_sequence / splits;
+    split = is_together ? threadIdx.x / kLanes : in_sequence - pair * splits;
+    head = pair / tiles;
+    row_tile = pair - head * tiles;
+    look_at_split();
+  }
+
+  __device__ __forceinline__ void look_at_sequence(const Problem& p, const Shared<Form>& shared) {
+    const Span span = span_of_sequence(p, shared, sequence);
+    first = span.first, length = span.end, span_begin_ = span.begin;
+    span_tiles_ = span.tiles, chunk_ = span.chunk, splits = span.splits;
+  }
+  __device__ __forceinline__ void look_at_split() {
+    const uint32_t before = split * chunk_;
+    begin = span_begin_ + before * kTile;
+    tiles = before >= span_tiles_ ? 0 : min(chunk_, span_tiles_ - before);
+  }
+
+  uint32_t end_, span_begin_, span_tiles_, chunk_;
+  Share own_;
+};
+
+// A warp's tiles on their way to shared memory, across the borders of splits.
 template <class Form>
 class Ring {
  public:
-  __device__ __forceinline__ Ring(const Problem& p, const Shared<Form>& shared, uint8_t* memory,
-                                  uint32_t items)
-      : p_(p), shared_(shared), items_(items), number_(blockIdx.x), memory_(memory) {
-    if (number_ < items_) {
-      item_ = item_of(p_, shared_, number_);
-      tile_ = threadIdx.x / kLanes;
-      skip_empty();
-      look_up_page();
-    }
+  __device__ __forceinline__ Ring(const Problem& p, Shared<Form>& shared, uint8_t* memory)
+      : p_(p), shared_(shared), memory_(memory) {
+    look_at(Cursor<Form>(p, shared));
 #pragma unroll 1
     for (uint32_t i = 0; i < Form::kStages; ++i) fetch();
   }
 
   // The oldest tile; `replace` must follow.
-  __device__ __forceinline__ const uint8_t* take() const {
+  __device__ __forceinline__ uint8_t* take() const {
     instruction::wait_for_copies<Form::kStages - 1>();
     __syncwarp();
-    return memory_ + slot_ * Form::kTileBytes;
+    return oldest();
   }
+  __device__ __forceinline__ uint8_t* oldest() const { return memory_ + slot_ * Form::kTileBytes; }
   __device__ __forceinline__ void replace() {
     __syncwarp();
     fetch();
   }
 
  private:
-  __device__ __forceinline__ void skip_empty() {
-    while (number_ < items_ && tile_ >= item_.tiles) {
-      number_ += gridDim.x;
-      if (number_ >= items_) return;
-      item_ = item_of(p_, shared_, number_);
-      tile_ = threadIdx.x / kLanes;
-    }
+  __device__ __forceinline__ void look_at(Cursor<Form> cursor) {
+    while (!cursor.is_over && cursor.tiles == 0) cursor.next(p_, shared_);
+    cursor.park(parked());
+    tiles_ = cursor.is_over ? 0 : cursor.tiles;
+    from_ = p_.cache + cursor.head * p_.head_stride;
+    ahead_ = cursor.begin - cursor.first;
+    seen_ = cursor.length - cursor.first;
+    tile_ = 0;
+    look_up_pages(cursor);
   }
 
-  // Each lane's page, of those that the next tile lies in. Tokens outside of what is seen have none.
-  __device__ __forceinline__ void look_up_page() {
-    if (number_ >= items_) return;
-    const uint32_t token = item_.begin + tile_ * Form::kTile + threadIdx.x % kLanes * kPageGroup;
-    const bool is_seen = threadIdx.x % kLanes * kPageGroup < Form::kTile && token < item_.length &&
-                         token + kPageGroup > item_.first;
-    const uint32_t page = token / p_.tokens_per_page;
-    offset_ = is_seen ? static_cast<int64_t>(__ldg(item_.pages + page)) * p_.page_stride +
-                            static_cast<int64_t>(token - page * p_.tokens_per_page) * p_.token_stride
-                      : 0;
+  // Each lane has the page of one of the next 32 tiles. They are read well before they are used.
+  __device__ __forceinline__ void look_up_pages(const Cursor<Form>& cursor) {
+    const uint32_t tile = tile_ + threadIdx.x % kLanes;
+    if (tile >= tiles_) return;
+    const uint32_t token = cursor.begin + tile * kTile, index = token / p_.tokens_per_page;
+    page_ = __ldg(p_.pages + static_cast<int64_t>(cursor.sequence) * p_.pages_stride + index);
+    in_page_ = token - index * p_.tokens_per_page;
   }
 
   __device__ __forceinline__ void fetch() {
-    if (number_ < items_) {
+    if (tiles_ != 0) {
       constexpr uint32_t kAtOnce = Form::kRowUnits < kLanes ? kLanes / Form::kRowUnits : 1;
       constexpr uint32_t kParts = Form::kRowUnits < kLanes ? 1 : Form::kRowUnits / kLanes;
-      const uint32_t lane = threadIdx.x % kLanes;
-      const uint32_t unit = lane % Form::kRowUnits, begin = item_.begin + tile_ * Form::kTile;
-      const uint8_t* const head = p_.cache + item_.head * p_.head_stride + unit * 16;
+      const uint32_t lane = threadIdx.x % kLanes, unit = lane % Form::kRowUnits;
+      const uint32_t own_row = lane / Form::kRowUnits;
+      const int32_t page = static_cast<int32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), tile_ % kLanes));
+      const uint32_t in_page = __shfl_sync(~0u, in_page_, tile_ % kLanes);
+      const uint8_t* from = from_ + page * p_.page_stride + (in_page + own_row) * p_.token_stride + unit * 16;
       uint8_t* const to = memory_ + slot_ * Form::kTileBytes;
 #pragma unroll
-      for (uint32_t i = 0; i < Form::kTile / kAtOnce; ++i) {
-        const uint32_t row = i * kAtOnce + lane / Form::kRowUnits;
-        const int64_t group = static_cast<int64_t>(
-            __shfl_sync(~0u, static_cast<unsigned long long>(offset_), i * kAtOnce / kPageGroup));
-        const bool is_seen = begin + row < item_.length && begin + row >= item_.first;
-        const uint8_t* const from = head + (is_seen ? group + (row % kPageGroup) * p_.token_stride : 0);
+      for (uint32_t i = 0; i < kTile / kAtOnce; ++i) {
+        const uint32_t row = i * kAtOnce + own_row;
+        // Less than zero, as a number without a sign, is more than all that is seen.
+        const bool is_seen = ahead_ + tile_ * kTile + row < seen_;
 #pragma unroll
         for (uint32_t part = 0; part < kParts; ++part) {
           uint8_t* const place = to + row * Form::kRowBytes + unit_place(row, unit + part * kLanes) * 16;
           instruction::copy_or_clear(instruction::shared_place(place), from + part * kLanes * 16, is_seen);
         }
+        from += kAtOnce * p_.token_stride;
       }
-      tile_ += Form::kWarps;
-      skip_empty();
-      look_up_page();
+      if (++tile_ == tiles_) {
+        Cursor<Form> cursor = parked();
+        cursor.next(p_, shared_);
+        look_at(cursor);
+      } else if (tile_ % kLanes == 0) {
+        look_up_pages(parked());
+      }
     }
     instruction::end_copies();
     slot_ = slot_ + 1 == Form::kStages ? 0 : slot_ + 1;
   }
 
+  __device__ __forceinline__ Cursor<Form>& parked() const { return shared_.fetching[threadIdx.x / kLanes]; }
+
   const Problem& p_;
-  const Shared<Form>& shared_;
-  const uint32_t items_;
-  uint32_t number_, tile_ = 0, slot_ = 0;
+  Shared<Form>& shared_;
   uint8_t* const memory_;
-  Item item_;
-  int64_t offset_ = 0;
+  const uint8_t* from_;  // the head in the first page
+  uint32_t tiles_, tile_, slot_ = 0, in_page_ = 0;
+  uint32_t ahead_, seen_;  // tokens from the first that is seen
+  int32_t page_ = 0;
 
  public:
   // Where a row's 16 bytes lie, so that neither reads of keys nor of values meet in a bank: a key's readers

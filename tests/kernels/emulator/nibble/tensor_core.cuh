@@ -134,6 +134,16 @@ inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, uint32_t mask) {
   return __shfl_sync(lanes, value, threadIdx.x % 32 ^ mask);
 }
 
+inline bool __any_sync(uint32_t, bool is_so) {
+  emulated_lane(threadIdx.x % 32).shuffled = is_so;
+  meet_warp();
+  bool any = false;
+  for (uint32_t lane = 0; lane < 32; ++lane) any |= emulated_lane(lane).shuffled != 0;
+  meet_warp();
+  return any;
+}
+
+inline uint32_t atomicExch(uint32_t* place, uint32_t value) { return std::exchange(*place, value); }
 inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchange(*place, *place + value); }
 inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
   return std::exchange(*place, std::max(*place, value));
@@ -284,6 +294,13 @@ void mma_sparse_halves(float (&sum)[4], const uint32_t (&a)[4], const uint4& b, 
 template <uint32_t Lanes>
 void mma_sparse_bfloats(float (&sum)[4], const uint32_t (&a)[4], const uint4& b, uint32_t places) {
   mma_sparse<Lanes>(bfloat_of, sum, a, b, places);
+}
+
+inline uint32_t transpose_pairs(uint32_t pair) {
+  const uint32_t row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  const uint32_t low = __shfl_sync(~0u, pair, column * 4 + row / 2);
+  const uint32_t high = __shfl_sync(~0u, pair, (column + 1) * 4 + row / 2);
+  return (low >> row % 2 * 16 & 0xffff) | high >> row % 2 * 16 << 16;
 }
 
 inline uint4 load_once(const void* address) { return *static_cast<const uint4*>(address); }

@@ -99,6 +99,14 @@ __device__ __forceinline__ void mma_sparse_bfloats(float (&sum)[4], const uint32
 }
 #undef NIBBLE_MMA_SPARSE
 
+// Of an 8 x 8 matrix of 16 bits, of which lane 4 r + c has columns 2 c and 2 c + 1 of row r: those of row r of
+// the transposed one.
+__device__ __forceinline__ uint32_t transpose_pairs(uint32_t pair) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
+}
+
 // Read once: nothing of it stays in the first cache. Volatile, or the compiler puts loads off until registers
 // are free.
 __device__ __forceinline__ uint4 load_once(const void* address) {
