@@ -145,18 +145,6 @@ inline void wait_until_reached(const uint32_t* counter, uint32_t count) {
 inline void publish_to_copies() {}
 inline void store_shared_word(SharedPlace to, uint32_t value) { std::memcpy(to, &value, 4); }
 
-inline uint32_t transpose_pairs(uint32_t pair) {
-  const uint32_t row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-  emulated_lane(threadIdx.x % 32).shuffled = pair;
-  meet_warp();
-  const auto of = [&](uint32_t row, uint32_t column) {
-    return static_cast<uint32_t>(emulated_lane(row * 4 + column / 2).shuffled) >> column % 2 * 16 & 0xffff;
-  };
-  const uint32_t transposed = of(column, row) | of(column + 1, row) << 16;
-  meet_warp();
-  return transposed;
-}
-
 template <uint32_t Registers>
 void take_registers() {}
 template <uint32_t Registers>

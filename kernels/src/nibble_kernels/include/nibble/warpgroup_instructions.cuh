@@ -163,12 +163,6 @@ __device__ __forceinline__ float4 load_shared_floats(SharedPlace place) {
                : "memory");
   return value;
 }
-// Of 8 rows by 8 columns: lane 4 r + c has columns 2 c and 2 c + 1 of row r.
-__device__ __forceinline__ uint32_t transpose_pairs(uint32_t pair) {
-  uint32_t transposed;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
-  return transposed;
-}
 
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
 
