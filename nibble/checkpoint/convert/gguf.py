@@ -19,7 +19,7 @@ from nibble.checkpoint.convert.original import Original
 from nibble.checkpoint.gguf.check import check_tokenizer
 from nibble.checkpoint.gguf.families import config_of, family_of, missing_tensors
 from nibble.checkpoint.gguf.file import open_gguf
-from nibble.checkpoint.gguf.tensors import infos, stored_tensors, values
+from nibble.checkpoint.gguf.tensors import blocks, infos, stored_tensors, values
 from nibble.checkpoint.gguf.tokenizer import write_tokenizer
 from nibble.checkpoint.gguf.vocabulary import read_vocabulary
 from nibble.checkpoint.headers import TensorInfo
@@ -82,7 +82,7 @@ def gguf_model(path: Path, to: str) -> Original:
             yield Path(folder)
 
     indexes = (INDEX,) if len(files) > 1 else ()
-    return Original(found, read, indexes, add_others, bf16_folder)
+    return Original(found, read, blocks(stored), indexes, add_others, bf16_folder)
 
 
 def write_bf16(dest: Path, tensors: dict[str, TensorInfo], read: Values) -> None:
