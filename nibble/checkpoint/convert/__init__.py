@@ -88,8 +88,7 @@ def convert(
         )
     _need_kernels()
     model = original(source, to)
-    with _beside(dest) as unfinished:
-        model.add_others(unfinished)
+    with _beside(dest) as unfinished, model.others(unfinished):
         from_bf16 = _pack if is_cloverlm(model.found) else _quantize
         make = from_bf16 if to == "nvfp4" else _relabel
         count, kept = make(model, unfinished, to, wishes, on_progress)

@@ -36,7 +36,8 @@ from nibble.machine.paths import cache_dir, demo_models
 class Original:
     """A model to convert: what it is, and how to read its tensors, as values or as they are stored.
 
-    `add_others` copies or makes the files beside the weights. `bf16_folder` gives a folder with the
+    `others` copies or makes the files beside the weights until its end, while weights may be
+    written. `bf16_folder` gives a folder with the
     model in BF16, for as long as it is open, as transformers reads it.
     """
 
@@ -44,7 +45,7 @@ class Original:
     values: Values
     blocks: BlocksOf
     indexes: tuple[str, ...]
-    add_others: Callable[[Path], None]
+    others: Callable[[Path], AbstractContextManager[None]]
     bf16_folder: Callable[[Path], AbstractContextManager[Path]]
 
     def counted(
@@ -103,7 +104,7 @@ def original(source: str, to: str) -> Original:
         folder_values(folder),
         folder_blocks(folder),
         tuple(index_names(folder)),
-        lambda dest: _copy_others(folder, dest, left_out),
+        lambda dest: nullcontext(_copy_others(folder, dest, left_out)),
         lambda _: nullcontext(folder),
     )
 
