@@ -76,7 +76,9 @@ def gguf_model(path: Path, to: str) -> Original:
             yield Path(folder)
 
     indexes = (INDEX,) if len(files) > 1 else ()
-    return Original(found, read, blocks(stored), indexes, lambda dest: meanwhile(dest, given), bf16_folder)
+    return Original(
+        found, read, blocks(stored), indexes, lambda dest: meanwhile(dest, given), bf16_folder
+    )
 
 
 def write_bf16(dest: Path, tensors: dict[str, TensorInfo], read: Values) -> None:

@@ -1,7 +1,7 @@
 """Rounding that reads each tensor once: layers that share a scale are in memory together.
 
-A matrix is quantized from its stored form, row by row. A tensor of a GGUF file costs as much to dequantize as to quantize. So its largest magnitude, which
-sets the scale of all layers that vLLM fuses with it, is not measured in a pass before.
+A matrix is quantized from its stored form, row by row. Its largest magnitude sets the scale of all
+layers that vLLM fuses with it, so it is measured in memory and not in a pass over the file before.
 """
 
 from __future__ import annotations

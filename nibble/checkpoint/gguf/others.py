@@ -4,6 +4,7 @@ converted: importing transformers and the check take as long as some GB of weigh
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import subprocess
@@ -80,6 +81,7 @@ def meanwhile(dest: Path, given: Others) -> Iterator[None]:
 
 def main() -> int:
     """The second process. Its own config.json is for the check: the caller writes the model's."""
+    gc.disable()  # a vocabulary is a million objects that stay
     dest, given = pickle.load(sys.stdin.buffer)
     out, sys.stdout = sys.stdout.buffer, sys.stderr
     problem: Any = None

@@ -32,8 +32,8 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 class Stored:
     """Where a tensor's values are: a tensor of the file, or one expert of it.
 
-    `path` is the file. `interleaved_heads`: its rows are those of so many heads, with RoPE pairs side by side; 0 for
-    none. `minus`: what to subtract.
+    `path` is the file. `interleaved_heads`: its rows are those of so many heads, with RoPE pairs
+    side by side; 0 for none. `minus`: what to subtract.
     """
 
     tensor: Any
