@@ -21,7 +21,11 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "BF16": (),
+    "F16": (),
+    "F32": (),
 }
+NUMBERS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,9 @@ def blocks(kernels: ModuleType) -> ModuleType:
 def random_blocks(kind: str) -> numpy.ndarray:
     """Any bytes, with finite scales."""
     random = numpy.random.default_rng(sum(kind.encode()))
+    if kind in NUMBERS:
+        numbers = torch.from_numpy(random.standard_normal((COUNT, 1))).to(NUMBERS[kind])
+        return numbers.view(torch.uint8).numpy()
     size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     found = random.integers(0, 256, (COUNT, size), dtype=numpy.uint8)
     for at in HALVES[kind]:
@@ -68,3 +75,53 @@ def test_other_types_and_parts_of_blocks_are_refused(blocks: ModuleType) -> None
         blocks.gguf_to_bfloat16(torch.zeros(84, dtype=torch.uint8), "Q2_K")
     with pytest.raises(ValueError, match="multiple of 18"):
         blocks.gguf_to_bfloat16(torch.zeros(17, dtype=torch.uint8), "Q4_0")
+
+
+@pytest.mark.parametrize("four_over_six", [False, True])
+@pytest.mark.parametrize("heads", [0, 3])
+@pytest.mark.parametrize("kind", HALVES)
+def test_nvfp4_is_that_of_the_values(
+    blocks: ModuleType, kind: str, heads: int, four_over_six: bool
+) -> None:
+    """Compiled and in plain torch: the bytes of quantizing the values in bfloat16."""
+    from nibble_kernels.weight_quant import quantize
+
+    elements, _ = blocks.BLOCKS[kind]
+    rows, columns = 12, max(32, elements)
+    raw = torch.from_numpy(random_blocks(kind))[: rows * columns // elements]
+    values = blocks.gguf_to_bfloat16(raw, kind).view(rows, columns)
+    largest = blocks.gguf_largest_magnitude(raw, kind)
+    assert torch.equal(largest, values.abs().amax().float())
+    assert torch.equal(largest, blocks.reference.largest_magnitude(raw, kind))
+    if heads:  # the first of each RoPE pair, then the second
+        values = values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2)
+        values = values.reshape(rows, columns)
+    amax = largest * 1.5
+    stated = quantize(values, amax, four_over_six=four_over_six)
+    for compute in (blocks._to_nvfp4, blocks.reference.to_nvfp4):
+        packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(rows, columns // 16, dtype=torch.float8_e4m3fn)
+        compute(raw, kind, heads, amax, stated.global_scale, four_over_six, packed, scales)
+        assert torch.equal(packed, stated.packed)
+        assert torch.equal(scales.view(torch.uint8), stated.scales.view(torch.uint8))
+    scale = blocks.gguf_to_nvfp4(raw, kind, amax, packed, scales, four_over_six=four_over_six)
+    assert torch.equal(scale, stated.global_scale)
+
+
+def test_a_result_of_another_size_is_refused(blocks: ModuleType) -> None:
+    raw = torch.zeros(2 * 18, dtype=torch.uint8)
+    packed = torch.empty(1, 16, dtype=torch.uint8)
+    scales = torch.empty(1, 2, dtype=torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match="of 32 elements"):
+        blocks.gguf_to_nvfp4(raw, "Q4_0", torch.tensor(1.0), packed, scales)
+    with pytest.raises(RuntimeError, match="rows are not those of 3 heads"):
+        blocks.gguf_to_nvfp4(
+            raw[:18], "Q4_0", torch.tensor(1.0), packed, scales, interleaved_heads=3
+        )
+
+
+def test_a_number_that_is_not_finite_is_the_largest(blocks: ModuleType) -> None:
+    raw = torch.zeros(3 * 18, dtype=torch.uint8)
+    raw[18:20] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
+    assert blocks.gguf_largest_magnitude(raw, "Q4_0").isnan()
+    assert float(blocks.gguf_largest_magnitude(raw[:0], "Q4_0")) == 0.0

@@ -5,14 +5,19 @@ passes.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nibble.checkpoint.convert import convert, one_pass
+from nibble.checkpoint.convert import ahead, convert, one_pass
+from nibble.checkpoint.convert.files import read_into
+from nibble.checkpoint.convert.memory import Memory
 from nibble.checkpoint.convert.one_pass import batches, fits
 from nibble.checkpoint.convert.quantize import select
 from nibble.checkpoint.convert.wishes import Wishes
+from nibble.checkpoint.gguf.tensors import StoredBlocks
 from nibble.checkpoint.headers import TensorInfo
+from nibble.errors import ExitCode, NibbleError
 
 LAYER = "model.layers.0."
 
@@ -68,3 +73,47 @@ def test_one_pass_writes_the_bytes_of_two(
         for made in ("one", "two")
     )
     assert one == two
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_do_not_change_the_bytes(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert("nibble-demo", tmp_path / "one", "nvfp4")
+    monkeypatch.setattr(ahead, "THREADS", threads)
+    convert("nibble-demo", tmp_path / "other", "nvfp4")
+    one, other = (tmp_path / made / "model.safetensors" for made in ("one", "other"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All arrays come back, and few are new."""
+    given, new = [], []
+    take, give = Memory.take, Memory.give
+
+    def taken(self: Memory, size: int) -> Any:
+        array = take(self, size)
+        new.append(id(array))
+        given.append(array)  # which keeps its id from being another's
+        return array
+
+    def back(self: Memory, arrays: list[Any]) -> None:
+        arrays = list(arrays)
+        new_back.extend(id(array) for array in arrays)
+        give(self, arrays)
+
+    new_back: list[int] = []
+    monkeypatch.setattr(Memory, "take", taken)
+    monkeypatch.setattr(Memory, "give", back)
+    monkeypatch.setattr(ahead, "THREADS", 1)
+    convert("nibble-demo", tmp_path / "one", "nvfp4")
+    assert sorted(new) == sorted(new_back)
+    assert len(set(new)) < len(new)
+
+
+def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(100))
+    with pytest.raises(NibbleError, match=r"model\.safetensors ends in mid-tensor") as caught:
+        read_into(StoredBlocks("BF16", 64, path, 50), bytearray(64))
+    assert caught.value.code == ExitCode.MODEL

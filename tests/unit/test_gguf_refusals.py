@@ -328,6 +328,53 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+BAD_TOKENIZER = """
+import dataclasses, sys
+from pathlib import Path
+from nibble.checkpoint.convert.gguf import gguf_model
+from nibble.checkpoint.gguf import others
+from nibble.errors import NibbleError
+model = gguf_model(Path(sys.argv[1]), "nvfp4")
+dest = Path(sys.argv[2])
+dest.mkdir()
+assert "transformers" not in sys.modules
+if sys.argv[3] == "error":
+    try:
+        with model.others(dest):
+            raise KeyError("weights")
+    except KeyError:
+        pass
+    sys.exit(0)
+start = others.pickle.dump
+def changed(given, out):
+    vocabulary = given[1].vocabulary
+    vocabulary = dataclasses.replace(vocabulary, merges=(("no", "token"),))
+    start((given[0], dataclasses.replace(given[1], vocabulary=vocabulary)), out)
+others.pickle.dump = changed
+try:
+    with model.others(dest):
+        print("weights")
+except NibbleError as error:
+    print(int(error.code), error.line())
+"""
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "error"])
+def test_the_second_process(what: str, tmp_path: Path) -> None:
+    """Its refusal is the conversion's; it ends with a conversion that fails."""
+    words = [sys.executable, "-B", "-c", BAD_TOKENIZER, str(write(tmp_path))]
+    done = subprocess.run(
+        [*words, str(tmp_path / "out"), what], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if what == "tokenizer":
+        first, second = done.stdout.splitlines()
+        assert first == "weights"
+        assert second.startswith(f"{int(ExitCode.MODEL)} "), second
+    else:
+        assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
 def test_serving_points_to_convert(tmp_path: Path) -> None:
     path = write(tmp_path)
     for named in (path, tmp_path):

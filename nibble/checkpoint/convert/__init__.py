@@ -88,8 +88,7 @@ def convert(
         )
     _need_kernels()
     model = original(source, to)
-    with _beside(dest) as unfinished:
-        model.add_others(unfinished)
+    with _beside(dest) as unfinished, model.others(unfinished):
         from_bf16 = _pack if is_cloverlm(model.found) else _quantize
         make = from_bf16 if to == "nvfp4" else _relabel
         count, kept = make(model, unfinished, to, wishes, on_progress)
@@ -249,8 +248,7 @@ def _quantize(
     cache = "fp8" if caches else None
     write_configs(dest, found.config, "modelopt", "fp4" if scales else "bf16", ignore, cache)
     if wishes.method == "round" and one_pass.fits(tensors, parts):
-        values = model.counted("write", tensors.values(), on_progress)
-        once = one_pass.OnePass(parts, values, found.where, wishes, scales, caches)
+        once = one_pass.OnePass(parts, model, on_progress, wishes, scales, caches)
         rewrite(dest, tensors, once.outputs, once.of_file, model.indexes)
         return len(modules), known.kept
     with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:

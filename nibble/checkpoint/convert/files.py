@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nibble.checkpoint.gguf.tensors import StoredBlocks
 from nibble.checkpoint.headers import DTYPE_BITS, TensorInfo
 from nibble.errors import ExitCode, NibbleError
 
@@ -25,6 +26,10 @@ Data = Callable[[TensorInfo, Read], Iterable[Any]]
 Values = Callable[[TensorInfo], Read]
 # The bytes of what each tensor of a file becomes, in the file's order.
 Make = Callable[[Sequence[TensorInfo]], Iterable[Iterable[Any]]]
+
+
+# How a matrix is stored, or None for a tensor that only its `Values` read.
+BlocksOf = Callable[[TensorInfo], StoredBlocks | None]
 
 
 def tensor(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
@@ -46,6 +51,34 @@ def folder_values(folder: Path) -> Values:
         return read
 
     return of
+
+
+def folder_blocks(folder: Path) -> BlocksOf:
+    """The stored bytes of the BF16 tensors of a folder."""
+
+    def of(info: TensorInfo) -> StoredBlocks | None:
+        if info.dtype != "BF16":
+            return None
+        return StoredBlocks("BF16", info.nbytes, folder / info.file, info.offset)
+
+    return of
+
+
+def read_into(stored: StoredBlocks, to: Any) -> None:
+    """Fill the array `to`. Raises MODEL where the file ends before."""
+    path, view = stored.path, memoryview(to)
+    with path.open("rb", buffering=0) as file:
+        file.seek(stored.offset)
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise NibbleError(
+                    ExitCode.MODEL,
+                    what=f"{path} ends in mid-tensor",
+                    expected="a complete file that nothing changes meanwhile",
+                    action="download the file again",
+                )
+            view = view[count:]
 
 
 def index_names(folder: Path) -> list[str]:

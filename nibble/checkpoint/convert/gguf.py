@@ -5,7 +5,6 @@ and checked.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,12 @@ from tempfile import TemporaryDirectory
 
 from nibble.checkpoint import describe
 from nibble.checkpoint.convert.ahead import ahead
-from nibble.checkpoint.convert.config import CONFIG_FILE
 from nibble.checkpoint.convert.files import Values, rewrite
 from nibble.checkpoint.convert.original import Original
-from nibble.checkpoint.gguf.check import check_tokenizer
 from nibble.checkpoint.gguf.families import config_of, family_of, missing_tensors
 from nibble.checkpoint.gguf.file import open_gguf
-from nibble.checkpoint.gguf.tensors import infos, stored_tensors, values
-from nibble.checkpoint.gguf.tokenizer import write_tokenizer
+from nibble.checkpoint.gguf.others import Others, meanwhile, write_others
+from nibble.checkpoint.gguf.tensors import blocks, infos, stored_tensors, values
 from nibble.checkpoint.gguf.vocabulary import read_vocabulary
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.source import FolderSource
@@ -69,20 +66,19 @@ def gguf_model(path: Path, to: str) -> Original:
         raise problem.error(found.where)
     files = {info.file for info in tensors.values()}
 
-    def add_others(dest: Path) -> None:
-        (dest / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        write_tokenizer(dest, file, vocabulary, config["max_position_embeddings"])
-        check_tokenizer(dest, file, vocabulary)
+    given = Others(file.path, file.metadata, vocabulary, config)
 
     @contextmanager
     def bf16_folder(beside: Path) -> Iterator[Path]:
         with TemporaryDirectory(prefix=".bf16.", dir=beside) as folder:
-            add_others(Path(folder))
+            write_others(Path(folder), given)
             write_bf16(Path(folder), tensors, read)
             yield Path(folder)
 
     indexes = (INDEX,) if len(files) > 1 else ()
-    return Original(found, read, indexes, add_others, bf16_folder)
+    return Original(
+        found, read, blocks(stored), indexes, lambda dest: meanwhile(dest, given), bf16_folder
+    )
 
 
 def write_bf16(dest: Path, tensors: dict[str, TensorInfo], read: Values) -> None:

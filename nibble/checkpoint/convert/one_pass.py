@@ -1,7 +1,7 @@
 """Rounding that reads each tensor once: layers that share a scale are in memory together.
 
-A tensor of a GGUF file costs as much to dequantize as to quantize. So its largest magnitude, which
-sets the scale of all layers that vLLM fuses with it, is not measured in a pass before.
+A matrix is quantized from its stored form, row by row. Its largest magnitude sets the scale of all
+layers that vLLM fuses with it, so it is measured in memory and not in a pass over the file before.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nibble.checkpoint.convert.ahead import AHEAD_BYTES, ahead
-from nibble.checkpoint.convert.files import Buffer, Read, Values, in_files
+from nibble.checkpoint.convert.files import Buffer, Read, in_files, read_into
+from nibble.checkpoint.convert.memory import Memory
+from nibble.checkpoint.convert.original import Original, counter
 from nibble.checkpoint.convert.quantize import (
+    GROUP_SIZE,
     Amax,
     CacheScales,
     Encode,
     Part,
     Quantization,
+    finite,
     group,
     largest_of,
     rounding,
 )
 from nibble.checkpoint.convert.wishes import Wishes
+from nibble.checkpoint.gguf.tensors import StoredBlocks
 from nibble.checkpoint.headers import TensorInfo
+from nibble.hub.progress import OnProgress
 
 Parts = Mapping[str, tuple[Part, ...]]
 
@@ -64,15 +70,16 @@ class OnePass:
     def __init__(
         self,
         parts: Parts,
-        values: Values,
-        where: str,
+        model: Original,
+        on_progress: OnProgress,
         wishes: Wishes,
         input_scales: Mapping[str, float],
         cache_scales: CacheScales,
     ) -> None:
-        self._parts, self._values, self._where = parts, values, where
-        self._wishes, self._input_scales = wishes, input_scales
-        self._cache_scales = cache_scales
+        self._parts, self._model, self._wishes = parts, model, wishes
+        self._input_scales, self._cache_scales = input_scales, cache_scales
+        self._count = counter("write", model.found.tensors.values(), on_progress)
+        self._memory = Memory()
 
     def outputs(self, info: TensorInfo) -> list[TensorInfo]:
         """The tensors that a stored tensor becomes."""
@@ -83,24 +90,109 @@ class OnePass:
 
     def of_file(self, inside: Sequence[TensorInfo]) -> Iterator[list[Any]]:
         """The bytes of the new tensors, for each tensor of a file."""
-        for made in ahead(batches(inside, self._parts), self._make, _nbytes):
+        for made, used in ahead(batches(inside, self._parts), self._make, _nbytes):
             yield from made
+            self._memory.give(used)  # written now
 
-    def _make(self, batch: Sequence[TensorInfo]) -> list[list[Any]]:
-        held = {info.name: self._values(info)(0, info.nbytes) for info in batch}
+    def _make(self, batch: Sequence[TensorInfo]) -> tuple[list[list[Any]], list[Any]]:
+        """What each tensor becomes, and the memory that holds it."""
+        held = {info.name: self._read(info) for info in batch}
         amax: Amax = {}
         for info in batch:
-            if info.name in self._parts:
-                read = _reader(held[info.name])
-                amax |= largest_of(self._where, self._parts[info.name], info.dtype, read)
-        encode = rounding(self._wishes.share_scales(amax), self._wishes.four_over_six)
-        conversion = self._conversion(encode)
-        return [list(conversion.data(info, _reader(held[info.name]))) for info in batch]
+            for part in self._parts.get(info.name, ()):
+                largest = held[info.name].largest(part)
+                amax[part.module] = finite(self._model.found.where, part, largest)
+        amax = self._wishes.share_scales(amax)
+        made, used = [], []
+        for info in batch:
+            one = held[info.name]
+            conversion = self._conversion(one.encoder(amax, self._wishes.four_over_six, used))
+            made.append(list(conversion.data(info, one.read)))
+            one.release()
+        return made, used
+
+    def _read(self, info: TensorInfo) -> _Values | _Blocks:
+        stored = self._model.blocks(info) if info.name in self._parts else None
+        held: _Values | _Blocks
+        if stored is None:
+            held = _Values(info, self._model.values(info)(0, info.nbytes))
+        else:
+            held = _Blocks(stored, self._memory)
+        self._count(info.nbytes)
+        return held
+
+
+class _Values:
+    """A tensor in memory, in its type."""
+
+    def __init__(self, info: TensorInfo, data: Buffer) -> None:
+        self._dtype, self._data = info.dtype, data
+
+    def read(self, first: int, count: int) -> Buffer:
+        data = self._data
+        return data if count == len(data) else data[first : first + count]
+
+    def largest(self, part: Part) -> float:
+        return largest_of(part, self._dtype, self.read)
+
+    def encoder(self, amax: Amax, four_over_six: bool, _used: list[Any]) -> Encode:
+        return rounding(amax, four_over_six)
+
+    def release(self) -> None:
+        pass
+
+
+class _Blocks:
+    """A tensor in memory as it is stored. An operator quantizes it from there."""
+
+    def __init__(self, stored: StoredBlocks, memory: Memory) -> None:
+        self._kind, self._heads, self._memory = stored.kind, stored.interleaved_heads, memory
+        self._data = memory.take(stored.nbytes)
+        read_into(stored, self._data)
+
+    def read(self, first: int, count: int) -> Buffer:
+        raise AssertionError("its encoder needs no values")
+
+    def _blocks(self, part: Part) -> Any:
+        import torch
+        from nibble_kernels.gguf_blocks import BLOCKS
+
+        elements, block_bytes = BLOCKS[self._kind]
+        begin = part.first // elements * block_bytes
+        size = part.rows * part.columns // elements * block_bytes
+        return torch.from_numpy(self._data)[begin : begin + size]
+
+    def largest(self, part: Part) -> float:
+        from nibble_kernels.gguf_blocks import gguf_largest_magnitude
+
+        return float(gguf_largest_magnitude(self._blocks(part), self._kind))
+
+    def encoder(self, amax: Amax, four_over_six: bool, used: list[Any]) -> Encode:
+        """Quantizes into memory that it adds to `used`."""
+
+        def encode(part: Part, _dtype: str, _read: Read) -> tuple[Any, Any, Any]:
+            import torch
+            from nibble_kernels.gguf_blocks import gguf_to_nvfp4
+
+            packed = self._memory.take(part.rows * part.columns // 2)
+            scales = self._memory.take(part.rows * part.columns // GROUP_SIZE)
+            used.extend((packed, scales))
+            scale = gguf_to_nvfp4(
+                self._blocks(part),
+                self._kind,
+                torch.tensor(amax[part.module]),
+                torch.from_numpy(packed).view(part.rows, -1),
+                torch.from_numpy(scales).view(torch.float8_e4m3fn).view(part.rows, -1),
+                four_over_six=four_over_six,
+                interleaved_heads=self._heads,
+            )
+            return packed.data, scales.data, scale.numpy().tobytes()
+
+        return encode
+
+    def release(self) -> None:
+        self._memory.give([self._data])
 
 
 def _nbytes(batch: Iterable[TensorInfo]) -> int:
     return sum(info.nbytes for info in batch)
-
-
-def _reader(data: Buffer) -> Read:
-    return lambda first, count: data if count == len(data) else data[first : first + count]

@@ -13,7 +13,15 @@ from typing import Literal
 from nibble.checkpoint import Checkpoint, read_checkpoint
 from nibble.checkpoint.cloverlm import is_cloverlm
 from nibble.checkpoint.convert.config import CONFIG_FILE, HF_QUANT_FILE
-from nibble.checkpoint.convert.files import Buffer, Read, Values, folder_values, index_names
+from nibble.checkpoint.convert.files import (
+    BlocksOf,
+    Buffer,
+    Read,
+    Values,
+    folder_blocks,
+    folder_values,
+    index_names,
+)
 from nibble.checkpoint.gguf.file import is_gguf
 from nibble.checkpoint.headers import TensorInfo
 from nibble.errors import ExitCode, NibbleError
@@ -26,37 +34,53 @@ from nibble.machine.paths import cache_dir, demo_models
 
 @dataclass(frozen=True)
 class Original:
-    """A model to convert: what it is, and how to read its tensors.
+    """A model to convert: what it is, and how to read its tensors, as values or as they are stored.
 
-    `add_others` copies or makes the files beside the weights. `bf16_folder` gives a folder with the
+    `others` copies or makes the files beside the weights until its end, while weights may be
+    written. `bf16_folder` gives a folder with the
     model in BF16, for as long as it is open, as transformers reads it.
     """
 
     found: Checkpoint
     values: Values
+    blocks: BlocksOf
     indexes: tuple[str, ...]
-    add_others: Callable[[Path], None]
+    others: Callable[[Path], AbstractContextManager[None]]
     bf16_folder: Callable[[Path], AbstractContextManager[Path]]
 
     def counted(
         self, stage: Literal["measure", "write"], tensors: Iterable[TensorInfo], report: OnProgress
     ) -> Values:
         """`values`, which reports what it read of `tensors`."""
-        done, total = 0, sum(info.nbytes for info in tensors)
+        count_up = counter(stage, tensors, report)
 
         def of(info: TensorInfo) -> Read:
             inner = self.values(info)
 
             def read(first: int, count: int) -> Buffer:
-                nonlocal done
                 data = inner(first, count)
-                done += count
-                report(Progress(stage, done, total))
+                count_up(count)
                 return data
 
             return read
 
         return of
+
+
+def counter(
+    stage: Literal["measure", "write"], tensors: Iterable[TensorInfo], report: OnProgress
+) -> Callable[[int], None]:
+    """A function that reports the progress in reading `tensors`, given how many more bytes of them,
+    in BF16 or as a folder has them, were read.
+    """
+    done, total = 0, sum(info.nbytes for info in tensors)
+
+    def count_up(count: int) -> None:
+        nonlocal done
+        done += count
+        report(Progress(stage, done, total))
+
+    return count_up
 
 
 def original(source: str, to: str) -> Original:
@@ -78,8 +102,9 @@ def original(source: str, to: str) -> Original:
     return Original(
         found,
         folder_values(folder),
+        folder_blocks(folder),
         tuple(index_names(folder)),
-        lambda dest: _copy_others(folder, dest, left_out),
+        lambda dest: nullcontext(_copy_others(folder, dest, left_out)),
         lambda _: nullcontext(folder),
     )
 

@@ -235,7 +235,11 @@ def weight_amax(
     """
 
     def largest(name: str) -> Amax:
-        return largest_of(where, parts[name], tensors[name].dtype, values(tensors[name]))
+        info, read = tensors[name], values(tensors[name])
+        return {
+            part.module: finite(where, part, largest_of(part, info.dtype, read))
+            for part in parts[name]
+        }
 
     found: Amax = {}
     for each in ahead(parts, largest, lambda name: tensors[name].nbytes):
@@ -243,15 +247,15 @@ def weight_amax(
     return found
 
 
-def largest_of(where: str, parts: Iterable[Part], dtype: str, read: Read) -> Amax:
-    """The largest magnitude of each part of a stored tensor. Raises MODEL as `weight_amax`."""
-    return {part.module: _finite_amax(where, part, weight_of(part, dtype, read)) for part in parts}
-
-
-def _finite_amax(where: str, part: Part, weight: Any) -> float:
+def largest_of(part: Part, dtype: str, read: Read) -> float:
+    """The largest magnitude of a part of a stored tensor."""
     from nibble_kernels.weight_quant import largest_magnitude
 
-    largest = float(largest_magnitude(weight))
+    return float(largest_magnitude(weight_of(part, dtype, read)))
+
+
+def finite(where: str, part: Part, largest: float) -> float:
+    """`largest`. Raises MODEL, naming `where`, for a layer with values that are not finite."""
     if not math.isfinite(largest):
         what = f"{part.module}.weight in {where} holds values that are not finite"
         raise NibbleError(ExitCode.MODEL, what=what, action="download the model again")

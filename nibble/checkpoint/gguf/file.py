@@ -28,12 +28,14 @@ MAX_PARTS = 1000
 class GgufFile:
     """A GGUF model: `metadata` by key, and the library's tensor objects by name.
 
-    `path` is the file that was named; a model in several files has all their tensors.
+    `path` is the file that was named; a model in several files has all their tensors, each in the
+    file that `places` has.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Any]
+    places: Mapping[str, Path]
 
     @property
     def architecture(self) -> str:
@@ -61,17 +63,19 @@ def open_gguf(path: Path) -> GgufFile:
     model.
     """
     metadata, tensors = _read(path)
+    places = dict.fromkeys(tensors, path)
     count = metadata.get("split.count", 1)
     for part in _other_parts(path, metadata, count):
         more, found = _read(part)
         if more.get("split.count") != count:
             raise _damaged(part, f"it is not a part of {path.name}")
         tensors |= found
+        places |= dict.fromkeys(found, part)
     expected = metadata.get("split.tensors.count", len(tensors))
     if len(tensors) != expected:
         raise _damaged(path, f"its parts hold {len(tensors)} tensors, not {expected}")
     _check_kind(path, metadata)
-    return GgufFile(path, metadata, tensors)
+    return GgufFile(path, metadata, tensors, places)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

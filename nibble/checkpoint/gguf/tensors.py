@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nibble.checkpoint.gguf.families import OUTSIDE_LAYERS, Config, Family
@@ -31,14 +32,26 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 class Stored:
     """Where a tensor's values are: a tensor of the file, or one expert of it.
 
-    `interleaved_heads`: its rows are those of so many heads, with RoPE pairs side by side; 0 for
-    none. `minus`: what to subtract.
+    `path` is the file. `interleaved_heads`: its rows are those of so many heads, with RoPE pairs
+    side by side; 0 for none. `minus`: what to subtract.
     """
 
     tensor: Any
     expert: int | None = None
     interleaved_heads: int = 0
     minus: float = 0.0
+    path: Path = Path()
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A matrix's blocks in a file: their type, number of bytes, place and order of rows."""
+
+    kind: str
+    nbytes: int
+    path: Path
+    offset: int
+    interleaved_heads: int = 0
 
 
 def stored_tensors(file: GgufFile, family: Family, config: Config) -> dict[str, Stored]:
@@ -53,7 +66,11 @@ def stored_tensors(file: GgufFile, family: Family, config: Config) -> dict[str, 
         _check_type(file, name, tensor)
         for hf_name, expert in _names(file, family, name, tensor):
             found[hf_name] = Stored(
-                tensor, expert, _heads(family, config, hf_name), _offset(family, hf_name)
+                tensor,
+                expert,
+                _heads(family, config, hf_name),
+                _offset(family, hf_name),
+                file.places[name],
             )
     return found
 
@@ -151,6 +168,26 @@ def values(
             return data if count == len(data) else data[first : first + count]
 
         return read
+
+    return of
+
+
+def blocks(stored: Mapping[str, Stored]) -> Callable[[TensorInfo], StoredBlocks | None]:
+    """A function that says how a matrix is stored, where nibble_kernels quantizes it from there."""
+
+    def of(info: TensorInfo) -> StoredBlocks | None:
+        from nibble_kernels.gguf_blocks import BLOCKS
+
+        one = stored[info.name]
+        kind = one.tensor.tensor_type.name
+        if kind not in BLOCKS or one.minus or len(info.shape) != 2:
+            return None
+        elements, block_bytes = BLOCKS[kind]
+        if info.shape[1] % elements:
+            return None
+        nbytes = math.prod(info.shape) // elements * block_bytes
+        offset = int(one.tensor.data_offset) + (one.expert or 0) * nbytes
+        return StoredBlocks(kind, nbytes, one.path, offset, one.interleaved_heads)
 
     return of
 

@@ -1,11 +1,15 @@
-// nibble::gguf_to_bfloat16 on the CPU: reference.py with vector instructions.
+// nibble::gguf_to_bfloat16, gguf_largest_magnitude and gguf_to_nvfp4 on the CPU: reference.py with vector
+// instructions.
+#include "gguf_blocks/kinds.h"
 #include "nibble/cpu.h"
+#include "weight_quant/rows.h"
 
 namespace nibble::cpu {
 namespace {
 
 constexpr int64_t kSmall = 32, kSuper = 256;  // elements of a block
-constexpr int64_t kAtOnce = 64;               // small blocks, or 8 super-blocks
+constexpr int64_t kPart = 4096;               // elements that are in the cache while they are compared
+constexpr int64_t kAtOnce = 1 << 15;          // elements of a thread's share, at least
 
 NIBBLE_FUNCTION float half_at(const uint8_t* from) {
   torch::headeronly::Half value;
@@ -113,38 +117,140 @@ NIBBLE_GGUF_BLOCKS(q4_k, kSuper, 144, scaled_block<false>)
 NIBBLE_GGUF_BLOCKS(q5_k, kSuper, 176, scaled_block<true>)
 NIBBLE_GGUF_BLOCKS(q6_k, kSuper, 210, six_bit_block)
 
-struct Kind {
-  const char* name;
-  int64_t elements, bytes;
-  void (*convert)(const uint8_t*, int64_t, uint16_t*);
-};
+NIBBLE_CPU_LEVELS void bf16(const uint8_t* from, int64_t count, uint16_t* to) {
+  std::memcpy(to, from, count * sizeof *to);
+}
 
-const Kind kKinds[] = {{"Q4_0", kSmall, 18, q4_0},  {"Q4_1", kSmall, 20, q4_1}, {"Q5_0", kSmall, 22, q5_0},
-                       {"Q5_1", kSmall, 24, q5_1},  {"Q8_0", kSmall, 34, q8_0}, {"Q4_K", kSuper, 144, q4_k},
-                       {"Q5_K", kSuper, 176, q5_k}, {"Q6_K", kSuper, 210, q6_k}};
+NIBBLE_CPU_LEVELS void f32(const uint8_t* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    float value;
+    std::memcpy(&value, from + i * sizeof value, sizeof value);
+    store_rounded(&value, 1, to + i);
+  }
+}
+
+NIBBLE_CPU_LEVELS void f16(const uint8_t* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = half_at(from + i * sizeof *to);
+    store_rounded(&value, 1, to + i);
+  }
+}
+
+const GgufKind kKinds[] = {
+    {"Q4_0", kSmall, 18, q4_0},  {"Q4_1", kSmall, 20, q4_1},  {"Q5_0", kSmall, 22, q5_0},
+    {"Q5_1", kSmall, 24, q5_1},  {"Q8_0", kSmall, 34, q8_0},  {"Q4_K", kSuper, 144, q4_k},
+    {"Q5_K", kSuper, 176, q5_k}, {"Q6_K", kSuper, 210, q6_k}, {"BF16", 1, 2, bf16},
+    {"F16", 1, 2, f16},          {"F32", 1, 4, f32}};
+
+const GgufKind& kind_of(const Tensor& blocks, const std::string& name) {
+  const GgufKind& kind = gguf_kind(name);
+  require(blocks.scalar_type() == ScalarType::Byte && blocks.numel() % kind.bytes == 0,
+          "blocks must be uint8, whole blocks of ", kind.bytes, " bytes");
+  return kind;
+}
 
 Tensor gguf_to_bfloat16(const Tensor& input, std::string name) {
-  const Kind* kind =
-      std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& one) { return one.name == name; });
-  require(kind != std::end(kKinds), "an unknown type of GGUF block");
   const Tensor blocks = torch::stable::contiguous(input);
-  require(blocks.scalar_type() == ScalarType::Byte && blocks.numel() % kind->bytes == 0,
-          "blocks must be uint8, whole blocks of ", kind->bytes, " bytes");
-  const int64_t count = blocks.numel() / kind->bytes, chunks = (count + kAtOnce - 1) / kAtOnce;
-  Tensor result = torch::stable::new_empty(blocks, {count * kind->elements}, ScalarType::BFloat16);
+  const GgufKind& kind = kind_of(blocks, name);
+  const int64_t count = blocks.numel() / kind.bytes;
+  Tensor result = torch::stable::new_empty(blocks, {count * kind.elements}, ScalarType::BFloat16);
   const auto* from = static_cast<const uint8_t*>(blocks.const_data_ptr());
   auto* to = static_cast<uint16_t*>(result.mutable_data_ptr());
-  torch::stable::parallel_for(0, chunks, 16, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kAtOnce, last = std::min(end * kAtOnce, count);
-    kind->convert(from + first * kind->bytes, last - first, to + first * kind->elements);
+  torch::stable::parallel_for(0, count, kAtOnce / kind.elements, [&](int64_t begin, int64_t end) {
+    kind.to_bfloat16(from + begin * kind.bytes, end - begin, to + begin * kind.elements);
   });
   return result;
 }
 
+// Of bfloat16 without signs, whose bits have the order of their values; NaN is above infinity.
+NIBBLE_CPU_LEVELS uint16_t largest_bits(const uint16_t* x, int64_t count) {
+  uint16_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t magnitude = x[i] & 0x7fff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+Tensor gguf_largest_magnitude(const Tensor& input, std::string name) {
+  const Tensor blocks = torch::stable::contiguous(input);
+  const GgufKind& kind = kind_of(blocks, name);
+  const int64_t count = blocks.numel() / kind.bytes, step = kPart / kind.elements;
+  const int64_t parts = (count + step - 1) / step;
+  const auto* from = static_cast<const uint8_t*>(blocks.const_data_ptr());
+  std::vector<uint16_t> largest(parts + 1);
+  torch::stable::parallel_for(0, parts, kAtOnce / kPart, [&](int64_t begin, int64_t end) {
+    uint16_t values[kPart];
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t blocks_here = std::min(step, count - part * step);
+      kind.to_bfloat16(from + part * step * kind.bytes, blocks_here, values);
+      largest[part] = largest_bits(values, blocks_here * kind.elements);
+    }
+  });
+  Tensor result = torch::stable::new_empty(blocks, {}, ScalarType::Float);
+  const uint32_t bits = static_cast<uint32_t>(*std::max_element(largest.begin(), largest.end())) << 16;
+  *static_cast<float*>(result.mutable_data_ptr()) = std::bit_cast<float>(bits);
+  return result;
+}
+
+NIBBLE_CPU_LEVELS void widen(const uint16_t* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = std::bit_cast<float>(static_cast<uint32_t>(from[i]) << 16);
+}
+
+// Where a row of a head is whose RoPE pairs are side by side: the result has all first ones, then all others.
+int64_t interleaved(int64_t row, int64_t head_rows) {
+  const int64_t head = row / head_rows * head_rows, place = row % head_rows, half = head_rows / 2;
+  return head + place % half * 2 + place / half;
+}
+
+void gguf_to_nvfp4(const Tensor& blocks, std::string name, int64_t heads, const Tensor& amax,
+                   const Tensor& global_scale, bool four_over_six, Tensor& packed, Tensor& scales) {
+  const GgufKind& kind = kind_of(blocks, name);
+  require(packed.dim() == 2 && packed.scalar_type() == ScalarType::Byte && packed.is_contiguous(),
+          "packed must be contiguous uint8 [N, K/2]");
+  const int64_t rows = packed.size(0), columns = packed.size(1) * 2;
+  require(columns % kBlock == 0 && columns % kind.elements == 0, "rows of ", columns, " are not whole blocks");
+  require(scales.is_contiguous() && scales.scalar_type() == ScalarType::Float8_e4m3fn &&
+              scales.numel() == rows * columns / kBlock,
+          "scales must be contiguous float8_e4m3fn [N, K/16]");
+  require(blocks.is_contiguous() && blocks.numel() / kind.bytes * kind.elements == rows * columns,
+          "blocks must be contiguous, of ", rows * columns, " elements");
+  require(heads >= 0 && (heads == 0 || rows % (2 * heads) == 0), "rows are not those of ", heads, " heads");
+  check_scalar(amax, "amax");
+  check_scalar(global_scale, "global_scale");
+  const float largest = *static_cast<const float*>(amax.const_data_ptr());
+  const float global = *static_cast<const float*>(global_scale.const_data_ptr());
+  const int64_t row_blocks = columns / kind.elements, row_bytes = row_blocks * kind.bytes;
+  const auto* from = static_cast<const uint8_t*>(blocks.const_data_ptr());
+  auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  auto* to_scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
+  if (columns == 0) return;
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kAtOnce / columns), [&](int64_t begin, int64_t end) {
+    WeightRows quantized(columns, largest, global, four_over_six);
+    std::vector<uint16_t> rounded(columns);
+    std::vector<float> values(columns);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t source = heads ? interleaved(row, rows / heads) : row;
+      kind.to_bfloat16(from + source * row_bytes, row_blocks, rounded.data());
+      widen(rounded.data(), columns, values.data());
+      quantized.quantize(values.data(), to + row * columns / 2, to_scales + row * columns / kBlock);
+    }
+  });
+}
+
 }  // namespace
+
+const GgufKind& gguf_kind(const std::string& name) {
+  const GgufKind* kind =
+      std::find_if(std::begin(kKinds), std::end(kKinds), [&](const GgufKind& one) { return one.name == name; });
+  require(kind != std::end(kKinds), "an unknown type of GGUF block");
+  return *kind;
+}
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) {
   library.impl("gguf_to_bfloat16", TORCH_BOX(&gguf_to_bfloat16));
+  library.impl("gguf_largest_magnitude", TORCH_BOX(&gguf_largest_magnitude));
+  library.impl("gguf_to_nvfp4", TORCH_BOX(&gguf_to_nvfp4));
 }
 
 }  // namespace nibble::cpu

@@ -1,9 +1,11 @@
-"""nibble::gguf_to_bfloat16 in plain torch: the specification. Layouts: llama.cpp, ggml-common.h."""
+"""nibble::gguf_… in plain torch: the specification. Layouts: llama.cpp, ggml-common.h."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from nibble_kernels.weight_quant import reference as weight_quant
 
 # (elements, bytes) of a block.
 BLOCKS = {
@@ -15,14 +17,44 @@ BLOCKS = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "BF16": (1, 2),
+    "F16": (1, 2),
+    "F32": (1, 4),
 }
+_NUMBERS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def to_bfloat16(blocks: Tensor, kind: str) -> Tensor:
     """The operator."""
+    if kind in _NUMBERS:
+        return blocks.reshape(-1).view(_NUMBERS[kind]).bfloat16()
     rows = blocks.reshape(-1, BLOCKS[kind][1])
     make = _k_quant if kind in ("Q4_K", "Q5_K") else _q6_k if kind == "Q6_K" else _of_32
     return make(rows, kind).reshape(-1).bfloat16()
+
+
+def largest_magnitude(blocks: Tensor, kind: str) -> Tensor:
+    """Of the values in bfloat16, float32 []."""
+    return weight_quant.largest_magnitude(to_bfloat16(blocks, kind))
+
+
+def to_nvfp4(
+    blocks: Tensor,
+    kind: str,
+    heads: int,
+    amax: Tensor,
+    global_scale: Tensor,
+    four_over_six: bool,
+    packed: Tensor,
+    scales: Tensor,
+) -> None:
+    """The operator."""
+    weight = to_bfloat16(blocks, kind).view(packed.shape[0], 2 * packed.shape[1])
+    if heads:
+        weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    found = weight_quant.quantize_weight(weight, amax, global_scale, four_over_six)
+    packed.copy_(found[0])
+    scales.view(torch.uint8).copy_(found[1].view(torch.uint8))
 
 
 def _half(rows: Tensor, at: int) -> Tensor:

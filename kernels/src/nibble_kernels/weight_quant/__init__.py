@@ -19,7 +19,7 @@ from nibble_kernels.scale_layout import BLOCK
 from nibble_kernels.weight_quant import reference
 from nibble_kernels.weight_quant.reference import E2M1_MAX, E4M3_MAX, E4M3_MAX_FOUR_OVER_SIX
 
-__all__ = ["Nvfp4Weight", "dequantize", "largest_magnitude", "quantize"]
+__all__ = ["Nvfp4Weight", "dequantize", "global_scale_of", "largest_magnitude", "quantize"]
 
 _largest_magnitude = operator(
     "largest_magnitude(Tensor x) -> Tensor",
@@ -76,9 +76,7 @@ def quantize(
     if not weight_amax.isfinite():
         raise ValueError("weight holds values that are not finite")
     shared = (weight_amax if amax is None else amax.to(weight.device)).float().reshape(())
-    largest = E4M3_MAX_FOUR_OVER_SIX if four_over_six else E4M3_MAX
-    # ModelOpt divides 0 by 0 for a weight of zeros, which any scale represents.
-    global_scale = torch.where(shared > 0, shared / (E2M1_MAX * largest), 1.0)
+    global_scale = global_scale_of(shared, four_over_six)
     if not weight.numel():
         shape = (weight.shape[0], weight.shape[1] // 2)
         empty = weight.new_empty(shape, dtype=torch.uint8)
@@ -86,6 +84,13 @@ def quantize(
         return Nvfp4Weight(empty, scales, global_scale)
     packed, scales = _quantize_weight(weight, shared, global_scale, four_over_six)
     return Nvfp4Weight(packed, scales, global_scale)
+
+
+def global_scale_of(amax: Tensor, four_over_six: bool) -> Tensor:
+    """The global scale, float32 [], of weights whose largest magnitude is `amax`, float32 []."""
+    largest = E4M3_MAX_FOUR_OVER_SIX if four_over_six else E4M3_MAX
+    # ModelOpt divides 0 by 0 for a weight of zeros, which any scale represents.
+    return torch.where(amax > 0, amax / (E2M1_MAX * largest), 1.0)
 
 
 def dequantize(weight: Nvfp4Weight) -> Tensor:

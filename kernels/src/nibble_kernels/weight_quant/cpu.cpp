@@ -1,6 +1,7 @@
 // nibble::nvfp4_quantize_weight and nibble::largest_magnitude on the CPU: reference.py with vector
 // instructions.
 #include "nibble/cpu.h"
+#include "weight_quant/rows.h"
 
 namespace nibble::cpu {
 namespace {
@@ -87,34 +88,45 @@ NIBBLE_FUNCTION float sum_of_pairs(const float* squares) {
   return sum;
 }
 
-// A row's codes and scales with the largest element of each block at 6, or at 4 if the error is smaller.
-class FourOverSix {
- public:
-  explicit FourOverSix(int64_t blocks)
-      : blocks_(blocks),
-        scales_(blocks),
-        packed_(blocks * kBlock / 2),
-        six_(blocks * kPairs),
-        four_(six_.size()) {}
+}  // namespace
 
-  void encode(const float* x, const float* largest, float sixth, float global_scale, uint8_t* packed,
-              uint8_t* scales) {
-    scales_for(largest, blocks_, 1.0f, sixth, scales);
-    scales_for(largest, blocks_, 1.5f, sixth, scales_.data());
-    encode_with_errors(x, scales, blocks_, global_scale, packed, six_.data());
-    encode_with_errors(x, scales_.data(), blocks_, global_scale, packed_.data(), four_.data());
-    for (int64_t block = 0; block < blocks_; ++block) {
-      if (!(sum_of_pairs(&four_[block * kPairs]) < sum_of_pairs(&six_[block * kPairs]))) continue;
-      std::memcpy(packed + block * kBlock / 2, &packed_[block * kBlock / 2], kBlock / 2);
-      scales[block] = scales_[block];
-    }
+WeightRows::WeightRows(int64_t columns, float amax, float global_scale, bool four_over_six)
+    : blocks_(columns / kBlock),
+      sixth_(std::max(amax / kE2m1Max, kLeastAmax)),
+      global_scale_(global_scale),
+      four_over_six_(four_over_six),
+      largest_(blocks_) {
+  if (!four_over_six) return;
+  scales_.resize(blocks_);
+  packed_.resize(blocks_ * kBlock / 2);
+  six_errors_.resize(blocks_ * kPairs);
+  four_errors_.resize(blocks_ * kPairs);
+}
+
+void WeightRows::quantize(const float* x, uint8_t* packed, uint8_t* scales) {
+  largest_of_blocks(x, blocks_, largest_.data());
+  if (four_over_six_) {
+    choose(x, packed, scales);
+  } else {
+    scales_for_six(largest_.data(), blocks_, kE2m1Max * global_scale_, scales);
+    encode_six(x, scales, blocks_, global_scale_, packed);
   }
+}
 
- private:
-  int64_t blocks_;
-  std::vector<uint8_t> scales_, packed_;
-  std::vector<float> six_, four_;
-};
+// The largest element of each block at 6, or at 4 if the error is smaller.
+void WeightRows::choose(const float* x, uint8_t* packed, uint8_t* scales) {
+  scales_for(largest_.data(), blocks_, 1.0f, sixth_, scales);
+  scales_for(largest_.data(), blocks_, 1.5f, sixth_, scales_.data());
+  encode_with_errors(x, scales, blocks_, global_scale_, packed, six_errors_.data());
+  encode_with_errors(x, scales_.data(), blocks_, global_scale_, packed_.data(), four_errors_.data());
+  for (int64_t block = 0; block < blocks_; ++block) {
+    if (!(sum_of_pairs(&four_errors_[block * kPairs]) < sum_of_pairs(&six_errors_[block * kPairs]))) continue;
+    std::memcpy(packed + block * kBlock / 2, &packed_[block * kBlock / 2], kBlock / 2);
+    scales[block] = scales_[block];
+  }
+}
+
+namespace {
 
 std::tuple<Tensor, Tensor> nvfp4_quantize_weight(const Tensor& input, const Tensor& amax,
                                                  const Tensor& global_scale, bool four_over_six) {
@@ -124,25 +136,19 @@ std::tuple<Tensor, Tensor> nvfp4_quantize_weight(const Tensor& input, const Tens
   check_scalar(global_scale, "global_scale");
   auto [packed, scales] = empty_outputs(x, shape, false);
   const float global = *static_cast<const float*>(global_scale.const_data_ptr());
-  const float sixth = std::max(*static_cast<const float*>(amax.const_data_ptr()) / kE2m1Max, kLeastAmax);
+  const float largest = *static_cast<const float*>(amax.const_data_ptr());
   uint8_t* packed_data = static_cast<uint8_t*>(packed.mutable_data_ptr());
   uint8_t* scale_data = static_cast<uint8_t*>(scales.mutable_data_ptr());
   for_float_type<true>(x.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     const T* from = static_cast<const T*>(x.const_data_ptr());
-    for_rows(shape.rows, shape.columns, [&](int64_t row) {
-      thread_local std::vector<float> floats, largest;
-      floats.resize(shape.columns);
-      largest.resize(shape.blocks());
-      load(from + row * shape.columns, shape.columns, floats.data());
-      largest_of_blocks(floats.data(), shape.blocks(), largest.data());
-      uint8_t* row_scales = scale_data + row * shape.blocks();
-      uint8_t* codes = packed_data + row * shape.columns / 2;
-      if (four_over_six) {
-        FourOverSix(shape.blocks()).encode(floats.data(), largest.data(), sixth, global, codes, row_scales);
-      } else {
-        scales_for_six(largest.data(), shape.blocks(), kE2m1Max * global, row_scales);
-        encode_six(floats.data(), row_scales, shape.blocks(), global, codes);
+    const int64_t at_once = std::max<int64_t>(1, 16384 / shape.columns);
+    torch::stable::parallel_for(0, shape.rows, at_once, [&](int64_t begin, int64_t end) {
+      WeightRows rows(shape.columns, largest, global, four_over_six);
+      std::vector<float> floats(shape.columns);
+      for (int64_t row = begin; row < end; ++row) {
+        load(from + row * shape.columns, shape.columns, floats.data());
+        rows.quantize(floats.data(), packed_data + row * shape.columns / 2, scale_data + row * shape.blocks());
       }
     });
   });

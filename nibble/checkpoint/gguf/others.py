@@ -1,0 +1,104 @@
+"""Writes and checks config and tokenizer of a GGUF model, in a second process while the weights are
+converted: importing transformers and the check take as long as some GB of weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from nibble.checkpoint.gguf.families import Config
+from nibble.checkpoint.gguf.file import GgufFile
+from nibble.checkpoint.gguf.vocabulary import Vocabulary
+from nibble.errors import NibbleError
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Others:
+    """What the files beside the weights are made of."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    vocabulary: Vocabulary
+    config: Config
+
+
+def write_others(dest: Path, given: Others) -> None:
+    """Write the files to `dest` and check them. Raises what `check_tokenizer` raises."""
+    from nibble.checkpoint.gguf.check import check_tokenizer
+    from nibble.checkpoint.gguf.tokenizer import write_tokenizer
+
+    file = GgufFile(given.path, given.metadata, {}, {})
+    text = json.dumps(given.config, indent=2) + "\n"
+    (dest / CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_tokenizer(dest, file, given.vocabulary, given.config["max_position_embeddings"])
+    check_tokenizer(dest, file, given.vocabulary)
+
+
+@contextmanager
+def meanwhile(dest: Path, given: Others) -> Iterator[None]:
+    """`write_others` while the caller does something else; its error is raised at the end.
+
+    It ends before this does. Where transformers is loaded already, it is done here, before.
+    """
+    if "transformers" in sys.modules:
+        write_others(dest, given)
+        yield
+        return
+    command = [sys.executable, "-m", "nibble.checkpoint.gguf.others"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdin and process.stdout
+            try:
+                pickle.dump((dest.resolve(), given), process.stdin)
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it ended early: its status says so below
+            yield
+            result = process.stdout.read()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"the check of the tokenizer ended with {process.returncode}")
+    problem = pickle.loads(result)
+    if isinstance(problem, dict):
+        raise NibbleError(**problem)
+    if problem:
+        raise problem
+
+
+def main() -> int:
+    """The second process. Its own config.json is for the check: the caller writes the model's."""
+    gc.disable()  # a vocabulary is a million objects that stay
+    dest, given = pickle.load(sys.stdin.buffer)
+    out, sys.stdout = sys.stdout.buffer, sys.stderr
+    problem: Any = None
+    try:
+        with TemporaryDirectory(prefix=".others.", dir=dest) as folder:
+            write_others(Path(folder), given)
+            for path in Path(folder).iterdir():
+                if path.name != CONFIG_FILE:
+                    path.rename(dest / path.name)
+    except NibbleError as error:
+        problem = vars(error)
+    except OSError as error:
+        problem = error
+    pickle.dump(problem, out)
+    out.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
