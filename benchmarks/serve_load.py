@@ -169,7 +169,7 @@ def decided() -> dict[str, Any]:
         "linear_kernel": plan.get("choices", {}).get("linear_kernel"),
         "command": plan.get("command"),
         "assertion": status.get("assertion"),
-        "canary": status.get("canary", {}).get("verdict"),
+        "canary": status.get("canary"),
     }
 
 

@@ -181,7 +181,9 @@ def tile_cases(file: IO[bytes]) -> None:
             operands, exact, size = zip(*parts, strict=True)
             in_lanes = torch.stack([tiles.sums_in_lanes(one) for one in exact])
             sizes = torch.stack([tiles.sums_in_lanes(one) for one in size])
-            allowed = 0 if kind == "powers of two" else 9 * 2.0**-24
+            # Twice the host's bound: a tensor core's additions truncate (Fasi et al. 2021,
+            # Numerical behavior of NVIDIA tensor cores).
+            allowed = 0 if kind == "powers of two" else 18 * 2.0**-24
             write(
                 file,
                 "tiles",

@@ -25,6 +25,11 @@ from nibble.trials.choose import EXPERTS, Form, Kernel, choose, is_proven, our_f
 TARGETS: tuple[str, ...] = ()
 SERVED = "faster than vLLM's in a server (docs/kernels/nvfp4_linear.md)"
 UNSERVED = "nibble's experts have not been measured in a server"
+# Targets on which `auto` never takes them, whatever trials of a layer alone say.
+WRONG: Mapping[str, str] = {
+    "hopper": "in a server on an H200 some layers of nibble's experts had wrong sums"
+    " (docs/kernels/nvfp4_linear.md)"
+}
 # Flags that need a kernel of vLLM's, and what they are for.
 _OBSTACLES = {
     "--enable-eplb": "experts that move between GPUs (EPLB)",
@@ -58,7 +63,7 @@ def choose_expert_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Part
 def _of_e4m3(
     inputs: PlanInputs, args: Mapping[str, Choice], checkpoint: Checkpoint
 ) -> Choice | None:
-    """nibble's kernel of E4M3 experts only where the user sets it: it has not been measured."""
+    """nibble's kernel of E4M3 experts only where the user sets it: vLLM's is faster."""
     choice = _chosen(inputs, args) if has_e4m3_experts(checkpoint) else None
     return choice if choice is not None and choice.value == "nibble" else None
 
@@ -149,8 +154,10 @@ def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
         return f"--moe-backend {backend} names another kernel"
     if inputs.without_gpu_kernels:
         return inputs.without_gpu_kernels
+    if wrong := WRONG.get(inputs.target.name):
+        return wrong
     if has_e4m3_experts(checkpoint):
-        return "nibble's kernel of E4M3 experts has not been measured"
+        return "nibble's kernel of E4M3 experts is slower than vLLM's from 4 tokens on"
     if inputs.target.features.has_fp4_mma and "fp4" in checkpoint.scheme.activations:
         return f"{inputs.target.name} multiplies FP4 activations, which nibble's kernel leaves"
     if is_batch_invariant(inputs.environ):

@@ -122,14 +122,15 @@ def test_a_first_start_tries_experts_where_nibble_ships_no_measurements(
     assert not tries(blackwell.plan(experts))
 
 
-def test_on_an_h200_they_are_tried_only_when_asked(hopper: Machine, experts: Path) -> None:
-    found = hopper.plan(experts)
-    assert kernel(found) == "vllm"
-    assert first_trials.should_try(found, hopper.folder, print) is None
+def test_where_a_server_had_wrong_sums_auto_never_takes_them(
+    hopper: Machine, experts: Path
+) -> None:
     always = hopper.plan(experts, NIBBLE_TRIALS="always")
-    assert first_trials.should_try(always, hopper.folder, print) is not None
+    assert kernel(always) == "vllm" and "had wrong sums" in why(always)
+    assert first_trials.should_try(always, hopper.folder, print) is None
     hopper.measured_experts(experts, "hopper", 0.7)
-    assert kernel(hopper.plan(experts)) == "nibble"
+    assert kernel(hopper.plan(experts)) == "vllm"
+    assert kernel(hopper.plan(experts, "--moe-kernel", "nibble")) == "nibble"
 
 
 def test_a_first_start_keeps_what_it_measured(
@@ -169,6 +170,7 @@ def test_where_they_have_served_faster_they_are_the_default(
     hopper: Machine, experts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_kernel, "TARGETS", ("hopper",))
+    monkeypatch.setattr(expert_kernel, "WRONG", {})
     assert kernel(hopper.plan(experts)) == "nibble"
     assert kernel(hopper.plan(experts, "--moe-kernel", "vllm")) == "vllm"
     assert kernel(hopper.plan(experts, "--enable-lora")) == "vllm"
@@ -306,7 +308,7 @@ def test_auto_leaves_a_mixed_model_with_e4m3_experts_to_vllm(
     }
     config = MOE | {"num_hidden_layers": 2, "quantization_config": mixed}
     found = blackwell.plan(write_checkpoint(tmp_path / "mixed", weights, config))
-    assert kernel(found) == "vllm" and "E4M3 experts has not been measured" in why(found)
+    assert kernel(found) == "vllm" and "E4M3 experts is slower" in why(found)
     assert not found.expert_kernels.uses
 
 

@@ -57,8 +57,9 @@ def prepare_weight(codes: Tensor, scales: Tensor, native: bool) -> PreparedWeigh
     """Rearrange codes, uint8 [N, K/2], and scales, float8_e4m3fn [N, K/16], into new tensors.
 
     Weights of one shape may come together: [E, N, K/2] with [E, N, K/16] give tensors with a first
-    dimension E. N must be a multiple of 8. Scales become positive without a change of the products: the codes of
-    a negative scale get opposite signs, and those of a zero scale become zero with a scale of one.
+    dimension E. N must be a multiple of 8. Scales become positive without a change of the products:
+    the codes of a negative scale get opposite signs, and those of a zero scale become zero with a
+    scale of one.
     Raises ValueError for other dtypes or shapes, and for a scale that is NaN.
     """
     check_weight(2 * codes.shape[-1], codes, scales, "weight")
