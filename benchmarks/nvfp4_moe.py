@@ -10,8 +10,7 @@ of the experts in use. The read bandwidth is torch.sum's over 2 GiB in the same 
 `marlin` is the work of vLLM 0.32's fused_marlin_moe (experts/marlin_moe.py:224), with the operators
 of FOLDER's `_moe_C_stable_libtorch.abi3.so` and `_C_stable_libtorch.abi3.so` (default: the
 installed vLLM's), on random data in its layout. `decode` is nibble's kernel for few tokens alone.
---forms adds every form of nibble's grouped kernel: tiles of so many tokens, and `one launch` with
-them up to 256 pairs.
+--forms adds every form of nibble's grouped kernel: tiles of so many tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ SHAPES = {
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 FORMS = (8, 16, 32, 64, 128)  # tokens of a tile
-MOST_PAIRS_AT_ONCE = 256
 FE2M1F = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
 Call = Callable[[], Tensor]
 
@@ -139,12 +137,7 @@ def measure(
     if forms:
         for form in FORMS:
             if form / 48 <= tokens * shape.topk / shape.experts <= form * 2:
-                name = f"tiles of {form}"
-                calls[name] = [partial(layer.grouped, x, one, form) for one in some]
-                if form <= 16 and tokens * shape.topk <= MOST_PAIRS_AT_ONCE:
-                    calls[f"one launch, {name}"] = [
-                        partial(layer.grouped, x, one, -form) for one in some
-                    ]
+                calls[f"tiles of {form}"] = [partial(layer.grouped, x, one, form) for one in some]
     if marlin:
         calls["marlin"] = [partial(marlin.run, x, one) for one in some]
     times = interleaved(calls)

@@ -1,5 +1,5 @@
 // The kernel of experts, its own source run on the host: test_grouped_experts_on_the_host.py.
-#include "nvfp4_moe/once.cuh"
+#include "nvfp4_moe/grouped.cuh"
 #include "run_cluster.h"
 
 using namespace nibble::experts;
@@ -64,16 +64,11 @@ Weight weight_of(const void* codes, const void* scales, const void* global_scale
 }
 
 template <class Form>
-void set_boxes(Problem& p) {
+void run(Problem p, const Layer& layer, uint32_t blocks) {
   for (Weight* weight : {&p.first, &p.second}) {
     weight->row_blocks = quotient_up(weight->groups, Form::kGroups);
     for (CUtensorMap* map : {&weight->codes, &weight->scales}) map->box_rows = Form::kGroups;
   }
-}
-
-template <class Form>
-void run(Problem p, const Layer& layer, uint32_t blocks) {
-  set_boxes<Form>(p);
   const Routed<Form> routed(layer, p.first.chunks);
   const uint32_t tiles = routed.tiles.size();
   // Bits of NaN where nothing is written, zeros where columns fill the last chunk.
@@ -90,56 +85,15 @@ void run(Problem p, const Layer& layer, uint32_t blocks) {
   p.complete = complete.data();
   p.most_tiles = tiles;
   run_cluster(blocks, Form::kThreads, Form::kSharedBytes, 0, 1, [&](uint4* memory) {
-    RoutedBefore routes{p};
-    const Multiplier<__nv_bfloat16, nibble::BfloatOperand, Form, RoutedBefore> multiplier{
-        p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory)), routes};
-    multiplier.start();
-    multiplier.run();
+    Multiplier<__nv_bfloat16, nibble::BfloatOperand, Form>{
+        p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))}
+        .run();
   });
-}
-
-// From ids to the sum, in one launch after the other on the same counters.
-template <class Form>
-bool run_at_once_on_the_host(Problem p, const Layer& layer, uint32_t blocks, void* out, uint32_t launches) {
-  set_boxes<Form>(p);
-  const uint32_t pairs = layer.tokens * layer.topk;
-  Counters counters{};
-  p.queue = &counters.queue;
-  p.complete = counters.complete;
-  p.most_tiles = pairs;
-  for (uint32_t launch = 0; launch < launches; ++launch) {
-    // NaN where nothing is written.
-    std::vector<uint32_t> inner(size_t{pairs} * p.second.chunks * (Form::kXBytes / 4), ~0u);
-    std::vector<uint16_t> products(size_t{pairs} * p.second.outputs, 0xffff);
-    p.inner = inner.data();
-    p.products = products.data();
-    const Choices choices{.ids = layer.ids,
-                          .weights = layer.weights,
-                          .x = reinterpret_cast<const uint4*>(layer.x),
-                          .out = out,
-                          .pairs = pairs,
-                          .experts = layer.experts,
-                          .tokens = layer.tokens,
-                          .topk = layer.topk,
-                          .columns = layer.hidden,
-                          .counters = &counters};
-    std::vector<PairTable> tables(blocks);
-    std::memset(tables.data(), 0xff, blocks * sizeof(PairTable));
-    run_cluster(blocks, Form::kThreads, Form::kSharedBytes, 0, 1, [&](uint4* memory) {
-      run_at_once<__nv_bfloat16, nibble::BfloatOperand, Form>(
-          p, choices, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory)),
-          tables[blockIdx.x]);
-    });
-  }
-  const Counters zero{};
-  return std::memcmp(&counters, &zero, sizeof zero) == 0;
 }
 
 }  // namespace
 
-// A negative form: one launch to the sums [tokens, hidden] in place of products, twice on the same counters.
-// False if those are not zero after it.
-extern "C" bool multiply_experts_on_the_host(bool late, int32_t form, uint32_t blocks, const void* x,
+extern "C" void multiply_experts_on_the_host(bool late, uint32_t form, uint32_t blocks, const void* x,
                                              const int32_t* ids, const float* weights, uint32_t tokens,
                                              uint32_t topk, uint32_t experts, uint32_t hidden, uint32_t inner,
                                              const void* codes, const void* scales, const void* global_scales,
@@ -155,14 +109,11 @@ extern "C" bool multiply_experts_on_the_host(bool late, int32_t form, uint32_t b
   p.products = products;
   p.activation = {static_cast<Function>(function), gated, limit, alpha, beta};
   const Layer layer{static_cast<const uint16_t*>(x), ids, weights, tokens, topk, experts, hidden, inner};
-  if (form == -8) return run_at_once_on_the_host<Form8>(p, layer, blocks, products, 2);
-  if (form == -16) return run_at_once_on_the_host<Form16>(p, layer, blocks, products, 2);
-  if (form == 8) run<Form8>(p, layer, blocks);
-  if (form == 16) run<Form16>(p, layer, blocks);
-  if (form == 32) run<Form32>(p, layer, blocks);
-  if (form == 64) run<Form64>(p, layer, blocks);
-  if (form == 128) run<Form128>(p, layer, blocks);
-  return true;
+  if (form == 8) return run<Form8>(p, layer, blocks);
+  if (form == 16) return run<Form16>(p, layer, blocks);
+  if (form == 32) return run<Form32>(p, layer, blocks);
+  if (form == 64) return run<Form64>(p, layer, blocks);
+  run<Form128>(p, layer, blocks);
 }
 
 extern "C" int64_t experts_workspace_bytes(uint32_t pairs, uint32_t experts, uint32_t hidden,

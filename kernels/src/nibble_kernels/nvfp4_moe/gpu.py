@@ -234,8 +234,7 @@ def nvfp4_moe_linear(
     topk_ids: int32 [T, k], different ones for a token; a negative or too large id is an expert of
     another process and adds nothing. The activation is reference.activate's with gate's rows first.
     Biases: bfloat16 [E, rows]. A token's bits depend on the number of tokens through its form
-    alone. form: tokens of a tile (8, 16, 32, 64 or 128), or -8 or -16 for one launch that sorts and
-    adds up too, for tests and measurements.
+    alone. form: tokens of a tile (8, 16, 32, 64 or 128), for tests and measurements.
     """
     return _moe_linear(
         x,

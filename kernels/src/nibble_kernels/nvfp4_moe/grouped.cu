@@ -1,10 +1,7 @@
-// nibble::nvfp4_moe_linear: the launches of route.cuh, grouped.cuh and once.cuh.
-#include <map>
-#include <mutex>
-
+// nibble::nvfp4_moe_linear: the launches of route.cuh and grouped.cuh.
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
-#include "nvfp4_moe/once.cuh"
+#include "nvfp4_moe/grouped.cuh"
 #include "nvfp4_moe/route.cuh"
 
 namespace nibble::experts {
@@ -46,23 +43,7 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     multiply(const __grid_constant__ Problem problem) {
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
-  RoutedBefore routes{problem};
-  const Multiplier<T, Operand, Form, RoutedBefore> multiplier{problem, instruction::shared_place(shared),
-                                                              routes};
-  multiplier.start();
-  instruction::let_next_kernel_start();
-  instruction::wait_for_previous_kernel();
-  multiplier.run();
-#endif
-}
-
-template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
-    multiply_at_once(const __grid_constant__ Problem problem, const __grid_constant__ Choices choices) {
-#if NIBBLE_HAS_WARPGROUP_PRODUCTS
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ PairTable table;
-  run_at_once<T, Operand, Form>(problem, choices, instruction::shared_place(shared), table);
+  Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
 #endif
 }
 
@@ -153,77 +134,8 @@ void multiply_with(Run& run) {
       run.tokens, o.topk, pieces);
 }
 
-// Counters of one launch at a time: of a stream, on which launches follow each other. Null where there are
-// none: while a stream is captured before any launch, and for more streams than there is room for.
-Counters* counters_of(const Device& device, cudaStream_t stream) {
-  constexpr size_t kStreams = 64;
-  struct Pool {
-    Counters* first = nullptr;
-    std::map<cudaStream_t, size_t> streams;
-  };
-  static std::mutex mutex;
-  static std::map<int, Pool> pools;
-  const std::lock_guard lock(mutex);
-  Pool& pool = pools[device.index];
-  if (pool.first == nullptr) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &status));
-    if (status != cudaStreamCaptureStatusNone) return nullptr;
-    check(cudaMalloc(reinterpret_cast<void**>(&pool.first), kStreams * sizeof(Counters)));
-    check(cudaMemset(pool.first, 0, kStreams * sizeof(Counters)));
-    check(cudaDeviceSynchronize());
-  }
-  const auto [place, is_new] = pool.streams.try_emplace(stream, pool.streams.size());
-  return place->second < kStreams ? pool.first + place->second : nullptr;
-}
-
-// The number of pairs up to which one launch does everything. 0: it has not been measured; planned are 64.
-constexpr uint32_t kPairsAtOnce = 0;
-
-template <class T, class Operand, class Form>
-bool multiply_at_once_with(Run& run) {
-  Problem& p = run.problem;
-  const Routing& r = run.routing;
-  if (r.pairs > kMostPairsAtOnce || quotient_up(p.second.groups, Form::kGroups) > kMostRowBlocks)
-    return false;
-  Counters* const counters = counters_of(run.device, run.stream);
-  if (counters == nullptr) return false;
-  describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
-  describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
-  p.most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs);
-  Parts parts;
-  const int64_t inner = parts.add(int64_t{p.most_tiles} * p.second.chunks * Form::kXBytes),
-                products = parts.add(int64_t{r.pairs} * p.second.outputs * sizeof(T));
-  const Tensor work = torch::stable::new_empty(run.x, {parts.bytes / 2}, run.x.scalar_type());
-  uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
-  p.inner = reinterpret_cast<uint32_t*>(begin + inner);
-  p.products = begin + products;
-  p.queue = &counters->queue;
-  p.complete = counters->complete;
-  const Choices choices{.ids = r.ids,
-                        .weights = r.weights,
-                        .x = run.ordering.x,
-                        .out = run.out.mutable_data_ptr(),
-                        .pairs = r.pairs,
-                        .experts = r.experts,
-                        .tokens = run.tokens,
-                        .topk = run.ordering.topk,
-                        .columns = run.ordering.columns,
-                        .counters = counters};
-  const uint32_t most_units = p.most_tiles * (p.first.row_blocks + p.second.row_blocks);
-  const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
-  Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply_at_once<T, Operand, Form>, p,
-                                                                    choices);
-  return true;
-}
-
-// By the number of tokens of a tile; a negative one asks for one launch, for tests and measurements.
 template <class T, class Operand>
 void multiply_all(Run& run, int64_t tokens) {
-  const bool at_once = tokens < 0 || run.routing.pairs <= kPairsAtOnce;
-  tokens = tokens < 0 ? -tokens : tokens;
-  if (at_once && tokens == 8 && multiply_at_once_with<T, Operand, Form8>(run)) return;
-  if (at_once && tokens == 16 && multiply_at_once_with<T, Operand, Form16>(run)) return;
   if (tokens == 8) return multiply_with<T, Operand, Form8>(run);
   if (tokens == 16) return multiply_with<T, Operand, Form16>(run);
   if (tokens == 32) return multiply_with<T, Operand, Form32>(run);

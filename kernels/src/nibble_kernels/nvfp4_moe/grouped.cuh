@@ -28,16 +28,15 @@ using warpgroup::word;
 
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
 
-constexpr uint32_t kNoUnit = ~0u, kOfSecond = 1u << 31;
+constexpr uint32_t kNoUnit = ~0u;
 
-template <class T, class Operand, class Form, class Routes>
+template <class T, class Operand, class Form>
 struct Multiplier {
   using Sums = float[Form::kStrips][Form::kSums];
   using Operands = warpgroup::Operands;
 
   const Problem& p;
   const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x; then units, barriers, slots
-  Routes& routes;
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 
   __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
@@ -53,7 +52,7 @@ struct Multiplier {
   __device__ __forceinline__ void start() const {
     if (threadIdx.x == 0) {
       for (uint32_t i = 0; i < Form::kStages; ++i) {
-        instruction::init_barrier(full(i), 1 + Routes::kFillers);
+        instruction::init_barrier(full(i), 1);
         instruction::init_barrier(empty(i), Form::kConsumerWarps);
       }
       for (uint32_t i = 0; i < kSlots; ++i) {
@@ -89,6 +88,10 @@ struct Multiplier {
   __device__ __forceinline__ const Weight& weight_of(const Unit& unit) const {
     return unit.is_second ? p.second : p.first;
   }
+  __device__ __forceinline__ Tile tile_of(uint32_t tile) const {
+    const uint4 found = __ldcg(reinterpret_cast<const uint4*>(p.tiles + tile));
+    return {found.x, found.y, found.z, 0};
+  }
   // A unit and its tile, as the fetching thread tells the others.
   static __device__ __forceinline__ uint4 message_of(const Unit& unit, const Tile& tile) {
     return make_uint4(unit.tile | uint32_t{unit.is_second} << 31, unit.row_block | tile.expert << 16,
@@ -98,8 +101,7 @@ struct Multiplier {
   __device__ __forceinline__ void fetch_weight(const Weight& weight, uint32_t step, uint32_t row,
                                                const uint4& message, uint32_t at) const {
     instruction::store_shared(unit_place(at), message);
-    const bool with_x = !Routes::kInBlock || message.x >> 31 != 0;
-    instruction::arrive_expecting(full(at), with_x ? Form::kStageBytes : Form::kWeightBytes);
+    instruction::arrive_expecting(full(at), Form::kStageBytes);
     instruction::copy_box(stage(at), weight.codes, 0, step, row, full(at));
     instruction::copy_box(stage(at) + Form::kGroups * kCodeBytes, weight.scales, 0, step, row, full(at));
   }
@@ -111,35 +113,27 @@ struct Multiplier {
     instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
   }
 
-  // One thread; or a warp that fetches x of the first product itself. A block's first two units are given, so
-  // that what the queue answers is known before it is needed: that takes as long as a stage, and so does the
-  // look at a tile.
+  // One thread. A block's first two units are given, so that what the queue answers is known before it is
+  // needed: that takes as long as a stage, and so does the look at a tile.
   __device__ __forceinline__ void fetch() const {
     uint32_t number = blockIdx.x, next = gridDim.x + blockIdx.x;
     const uint32_t guess = number / p.first.row_blocks;
-    Tile tile = routes.tile(guess < p.most_tiles ? guess : 0);
-    const uint32_t tiles = routes.tiles(), units = tiles * (p.first.row_blocks + p.second.row_blocks);
-    if (number < units && unit_of(number, tiles).is_second) tile = routes.tile(unit_of(number, tiles).tile);
+    Tile tile = tile_of(guess < p.most_tiles ? guess : 0);
+    const uint32_t tiles = __ldcg(p.tile_count), units = tiles * (p.first.row_blocks + p.second.row_blocks);
+    if (number < units && unit_of(number, tiles).is_second) tile = tile_of(unit_of(number, tiles).tile);
     Place at;
     while (number < units) {
-      const uint32_t answer = is_first_lane() ? atomicAdd(p.queue, 1u) : 0;
+      const uint32_t after = 2 * gridDim.x + atomicAdd(p.queue, 1u);
       Tile next_tile{};
-      if (next < units) next_tile = routes.tile(unit_of(next, tiles).tile);
+      if (next < units) next_tile = tile_of(unit_of(next, tiles).tile);
       fetch_unit(unit_of(number, tiles), tile, at);
       number = next;
-      next = 2 * gridDim.x + of_first_lane(answer);
+      next = after;
       tile = next_tile;
     }
     wait_for_stage(at);
-    if (is_first_lane()) {
-      instruction::store_shared(unit_place(at.stage), make_uint4(kNoUnit, 0, 0, 0));
-      instruction::arrive(full(at.stage));
-    }
-    if constexpr (Routes::kInBlock) instruction::arrive(full(at.stage));
-  }
-  __device__ __forceinline__ bool is_first_lane() const { return !Routes::kInBlock || lane == 0; }
-  __device__ __forceinline__ uint32_t of_first_lane(uint32_t value) const {
-    return Routes::kInBlock ? __shfl_sync(~0u, value, 0) : value;
+    instruction::store_shared(unit_place(at.stage), make_uint4(kNoUnit, 0, 0, 0));
+    instruction::arrive(full(at.stage));
   }
 
   __device__ __forceinline__ void fetch_unit(const Unit& unit, const Tile& tile, Place& at) const {
@@ -155,30 +149,17 @@ struct Multiplier {
         Place ahead = at;  // weights depend on nobody
         for (; step < steps && step < Form::kStages; ++step, ahead.advance()) {
           wait_for_stage(ahead);
-          if (is_first_lane()) fetch_weight(weight, step, row, message, ahead.stage);
+          fetch_weight(weight, step, row, message, ahead.stage);
         }
         instruction::wait_until_reached(p.complete + unit.tile, p.first.row_blocks);
       }
       instruction::publish_to_copies();
-      if constexpr (Routes::kInBlock)
-        instruction::publish_to_products();  // x of first products is no bulk copy
-      for (uint32_t i = 0; i < step; ++i, at.advance()) fetch_columns(unit, tile, x, i, at.stage);
+      for (uint32_t i = 0; i < step; ++i, at.advance()) fetch_x(x, i, at.stage);
     }
     for (; step < steps; ++step, at.advance()) {
       wait_for_stage(at);
-      if (is_first_lane()) fetch_weight(weight, step, row, message, at.stage);
-      fetch_columns(unit, tile, x, step, at.stage);
-    }
-  }
-  __device__ __forceinline__ void fetch_columns(const Unit& unit, const Tile& tile, const uint4* x,
-                                                uint32_t step, uint32_t at) const {
-    if constexpr (Routes::kInBlock) {
-      if (!unit.is_second)
-        return routes.template fetch_x<Form>(tile, step, stage(at) + Form::kWeightBytes, full(at));
-      if (lane == 0) fetch_x(x, step, at);
-      instruction::arrive(full(at));
-    } else {
-      fetch_x(x, step, at);
+      fetch_weight(weight, step, row, message, at.stage);
+      fetch_x(x, step, at.stage);
     }
   }
 
@@ -187,25 +168,20 @@ struct Multiplier {
     for (uint32_t turn = 0;; ++turn) {
       const uint32_t slot = turn % kSlots;
       instruction::wait_for_phase(written(slot), turn / kSlots % 2);
-      const uint32_t what = instruction::load_shared_word(slot_place(slot));
-      if (what == kNoUnit) return;
-      if (!Routes::kInBlock || !(what & kOfSecond)) {
-        instruction::publish_to_copies();
-        instruction::add_release(p.complete + what);
-      } else if constexpr (Routes::kInBlock) {
-        routes.row_block_is_written(p, what ^ kOfSecond);
-      }
+      const uint32_t tile = instruction::load_shared_word(slot_place(slot));
+      if (tile == kNoUnit) return;
+      instruction::publish_to_copies();
+      instruction::add_release(p.complete + tile);
       instruction::arrive(announced(slot));
     }
   }
-  // By every consuming warp, after it has written its part of the `turn`th unit: the tile of a first product;
-  // or the row block of a second one, where that is announced.
-  __device__ __forceinline__ void let_announce(uint32_t turn, uint32_t what) const {
+  // By every consuming warp, after it has written its part of the `turn`th tile.
+  __device__ __forceinline__ void let_announce(uint32_t turn, uint32_t tile) const {
     const uint32_t slot = turn % kSlots;
     __syncwarp();
     if (lane != 0) return;
     instruction::wait_for_phase(announced(slot), turn / kSlots % 2 ^ 1);
-    if (warp == 0) instruction::store_shared_word(slot_place(slot), what);
+    if (warp == 0) instruction::store_shared_word(slot_place(slot), tile);
     instruction::arrive(written(slot));
   }
 
@@ -243,8 +219,8 @@ struct Multiplier {
     const auto place = [&](uint32_t token) {
       return tile.first + min(group * kTokenGroup + token, tile.count - 1);
     };
-    return {routes.pair(place(lane / 4)), routes.weight(place(lane % 4 * 2)),
-            routes.weight(place(lane % 4 * 2 + 1))};
+    return {__ldcg(p.pairs + place(lane / 4)), __ldcg(p.weights + place(lane % 4 * 2)),
+            __ldcg(p.weights + place(lane % 4 * 2 + 1))};
   }
 
   struct Target {
@@ -401,22 +377,17 @@ struct Multiplier {
         free_stage(previous);
       }
       finish(to, sums, rows);
-      if (!to.unit.is_second) {
-        if constexpr (Routes::kInBlock) {
-          const uint32_t columns = p.activation.gated ? p.first.outputs / 2 : p.first.outputs;
-          if (to.unit.row_block == 0) routes.template clear_padding<Form>(p, to.unit.tile, columns);
-        }
-        let_announce(turn++, to.unit.tile);
-      } else if constexpr (Routes::kInBlock) {
-        let_announce(turn++, to.unit.row_block | kOfSecond);
-      }
+      if (!to.unit.is_second) let_announce(turn++, to.unit.tile);
     }
   }
 
   __device__ __forceinline__ void run() const {
+    start();
+    instruction::let_next_kernel_start();
+    instruction::wait_for_previous_kernel();
     if (warp >= Form::kConsumerWarps) {
       if constexpr (Form::kMovesRegisters) instruction::give_registers<56>();
-      if (warp == Form::kConsumerWarps && (Routes::kInBlock || lane == 0)) fetch();
+      if (lane == 0 && warp == Form::kConsumerWarps) fetch();
       if (lane == 0 && warp == Form::kConsumerWarps + 1) announce();
       __syncwarp();
     } else {

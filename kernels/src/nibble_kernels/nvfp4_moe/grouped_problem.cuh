@@ -29,19 +29,4 @@ struct Problem {
   Activation activation;
 };
 
-// The tiles that route.cuh has left in memory, with x in the order of their products.
-struct RoutedBefore {
-  static constexpr bool kInBlock = false;
-  static constexpr uint32_t kFillers = 0;  // threads that fill a stage beside bulk copies
-
-  const Problem& p;
-  __device__ __forceinline__ uint32_t tiles() const { return __ldcg(p.tile_count); }
-  __device__ __forceinline__ Tile tile(uint32_t i) const {
-    const uint4 found = __ldcg(reinterpret_cast<const uint4*>(p.tiles + i));
-    return {found.x, found.y, found.z, 0};
-  }
-  __device__ __forceinline__ uint32_t pair(uint32_t place) const { return __ldcg(p.pairs + place); }
-  __device__ __forceinline__ float weight(uint32_t place) const { return __ldcg(p.weights + place); }
-};
-
 }  // namespace nibble::experts

@@ -148,8 +148,6 @@ inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchang
 inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
   return std::exchange(*place, std::max(*place, value));
 }
-inline uint32_t atomicOr(uint32_t* place, uint32_t value) { return std::exchange(*place, *place | value); }
-inline int __popc(uint32_t bits) { return std::popcount(bits); }
 inline void __threadfence() {}
 
 namespace nibble::instruction {

@@ -81,19 +81,6 @@ void begin_copy(SharedPlace barrier, uint32_t bytes, F&& f) {
     copy();
   }
 }
-inline void arrive_after_copies(SharedPlace barrier) {
-  std::function<void()> end = [barrier, copies = std::exchange(emulated_lane(threadIdx.x % 32).copies, {{}})] {
-    for (const auto& group : copies) {
-      for (const auto& copy : group) copy();
-    }
-    Barrier::at(barrier).arrive();
-  };
-  if (emulated_is_late) {
-    emulated_copies.push_back(std::move(end));
-  } else {
-    end();
-  }
-}
 inline void copy_bulk(SharedPlace to, const void* from, uint32_t bytes, SharedPlace barrier) {
   begin_copy(barrier, bytes, [=] { std::memcpy(to, from, bytes); });
 }
@@ -137,7 +124,6 @@ inline uint32_t load_acquire(const uint32_t* flag) {
 }
 
 inline void add_release(uint32_t* counter) { ++*counter; }
-inline uint32_t add_to_all(uint32_t* counter) { return (*counter)++; }
 inline bool has_reached(const uint32_t* counter, uint32_t count) { return *counter >= count; }
 inline void wait_until_reached(const uint32_t* counter, uint32_t count) {
   EmulatedLanes::wait_until([&] { return *counter >= count; });

@@ -69,10 +69,6 @@ __device__ __forceinline__ void wait_for_phase(SharedPlace barrier, uint32_t par
         : "memory");
   }
 }
-// An arrival when all copies of copy_or_clear that this thread has begun are over.
-__device__ __forceinline__ void arrive_after_copies(SharedPlace barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ void copy_bulk(SharedPlace to, const void* from, uint32_t bytes,
                                           SharedPlace barrier) {
   asm volatile(
@@ -130,12 +126,6 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
 // A counter in global memory: who sees it reached sees what was written before it was raised.
 __device__ __forceinline__ void add_release(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-// The counter before. Who gets the last number sees what all others wrote before theirs.
-__device__ __forceinline__ uint32_t add_to_all(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
 }
 __device__ __forceinline__ bool has_reached(const uint32_t* counter, uint32_t count) {
   return load_acquire(counter) >= count;
