@@ -31,7 +31,7 @@ class Memory:
         return numpy.empty(size, numpy.uint8)  # in huge pages, which numpy asks Linux for
 
     def give(self, arrays: Iterable[Any]) -> None:
-        """Take arrays back that nobody reads any more."""
+        """Take arrays back that no thread reads any more."""
         with self._lock:
             for array in arrays:
                 self._free[array.size].append(array)
