@@ -273,7 +273,7 @@ def most_stack(arch: str, name: str) -> int:
     """Bytes that a form of decode attention may spill.
 
     With head dim 256 and more than 8 rows, sums and queries take 192 of 255 registers. A tile's
-    loop then reads less than ten of its 1900 instructions from the stack. On SM100 two blocks share
+    loop then has at most 10 accesses to the stack in 1900 instructions. On SM100 two blocks share
     the registers with FP8 keys of 128; what it spills is not in that loop.
     """
     dim, is_fp8, groups, _ = attention_form(name)
