@@ -134,9 +134,9 @@ LOOPS = (
         Loop(
             f"attention, {kind} keys of {dim}",
             "decode_attention/decode_attention.cu",
-            f"FormILj{dim}ELb{int(kind == 'FP8')}ELj{4 if dim < 256 or kind == 'FP8' else 2}ELj2E",
+            f"FormILj{dim}ELb{int(kind == 'FP8')}ELj1ELb1E",
             "HMMA",
-            max(8192, 32 * dim * (1 if kind == "FP8" else 2)),
+            32 * dim * (1 if kind == "FP8" else 2),  # 16 keys with their values
         )
         for dim in (64, 128, 256)
         for kind in ("BF16", "FP8")

@@ -201,6 +201,21 @@ def test_few_chunks_hold_a_long_sequence(attend: Attend) -> None:
     check(attend(case, least_chunk=64, most_splits=3), case)
 
 
+def test_short_and_long_sequences_with_as_many_splits_as_there_are(attend: Attend) -> None:
+    """Of the long ones 2040 tokens are 128 splits of one tile, 2100 tokens 66 of two."""
+    case = make_case([40, 2040, 0, 17, 2100, 64], kv_heads=1, fp8=True)
+    check(attend(case, least_chunk=16, most_splits=128), case)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_than_eight_rows_of_a_long_sequence_in_the_forms_for_99_kilobytes(
+    attend: Attend, head_dim: int, fp8: bool
+) -> None:
+    case = make_case([700, 30], head_dim=head_dim, kv_heads=1, group=6, queries=2, fp8=fp8)
+    check(attend(case, small=True, least_chunk=16), case)
+
+
 def test_a_result_does_not_depend_on_the_rest_of_the_batch(attend: Attend) -> None:
     case = make_case([200, 37, 129], fp8=True)
     together = attend(case)

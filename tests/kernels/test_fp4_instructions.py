@@ -262,6 +262,26 @@ def assert_nothing_spilled(cubin: Path, kernels: int) -> None:
     assert not any(re.search(r"\b(LDL|STL)\b", body) for _, body in sass_functions(cubin))
 
 
+def attention_form(name: str) -> tuple[int, bool, int, bool]:
+    """Head dim, whether keys are FP8, eights of rows, whether it is for 99 KB of shared memory."""
+    form = re.search(r"FormILj(\d+)ELb(\d)ELj(\d)ELb(\d)E", name)
+    assert form, name
+    return int(form[1]), form[2] == "1", int(form[3]), form[4] == "1"
+
+
+def most_stack(arch: str, name: str) -> int:
+    """Bytes that a form of decode attention may spill.
+
+    With head dim 256 and more than 8 rows, sums and queries take 192 of 255 registers. A tile's
+    loop then has at most 10 accesses to the stack in 1900 instructions. On SM100 two blocks share
+    the registers with FP8 keys of 128; what it spills is not in that loop.
+    """
+    dim, is_fp8, groups, _ = attention_form(name)
+    if dim == 256 and groups == 2:
+        return 80
+    return 8 if (arch, dim, is_fp8, groups) == ("100f", 128, True, 1) else 0
+
+
 # Images have 120f; 121a is what an instruction of GB10 alone would need.
 PRODUCTS = re.compile(r"/(decode|w4a4)\.cu|(fp8_linear|nvfp4_sparse)/")
 
@@ -281,11 +301,15 @@ def test_no_kernel_spills_or_takes_more_shared_memory_than_blackwell_has(
     arch: str, source: str, compile_for: Compiler
 ) -> None:
     """99 KB a block on SM12x. What launches add to it is asserted where forms are: work.cuh,
-    w4a4.cuh and decode_attention/launch.cuh.
+    w4a4.cuh and decode_attention/launch.cuh. Some forms of attention may spill: most_stack().
     """
     _, cubin = compile_for(arch, source)
     resources = resources_of(cubin)
-    assert_nothing_spilled(cubin, len(resources))
+    if "attention" in source:
+        for name, found in resources.items():
+            assert found["STACK"] <= most_stack(arch, name), name
+    else:
+        assert_nothing_spilled(cubin, len(resources))
     assert resources and max(found["SHARED"] for found in resources.values()) <= 99 * 1024
 
 
@@ -407,12 +431,35 @@ def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
 def test_decode_attention_has_instructions_of_every_target(
     arch: str, compile_for: Compiler
 ) -> None:
-    """64 products a tile of FP8 keys and values, 32 to 64 of BF16; no warpgroup's, no bulk copy."""
+    """For each 16 tokens: two products for each 16 of the head dim and 8 rows of queries, values of
+    FP8 converted once for all rows. Copies of single threads and overlapped launches; no
+    warpgroup's product, no bulk copy.
+
+    Half of the kernels are empty: forms for another size of shared memory.
+    """
     _, cubin = compile_for(arch, "decode_attention/decode_attention.cu")
+    resources = resources_of(cubin)
+    seen, empty = set[tuple[int, bool, int]](), 0
     for name, body in sass_functions(cubin):
-        form = re.search(r"FormILj(\d+)ELb(\d)E", name)
-        assert form, name
-        tiles = 64 if form[2] == "1" or form[1] == "256" else 32
-        assert len(re.findall(r"\bHMMA\.16816\.F32", body)) == tiles, name
-        assert not re.search(r"GMMA|UTMA|UBLKCP|ACQBULK", body) and "LDGSTS" in body, name
-        assert ("E4M3.UNPACK_B" in body) == (form[2] == "1"), name
+        dim, is_fp8, groups, is_small = attention_form(name)
+        if is_small != arch.startswith("12"):
+            assert not re.search(r"MMA|LDGSTS|MOVM|ACQBULK|PREEXIT", body), name
+            empty += 1
+            continue
+        seen.add((dim, is_fp8, groups))
+        opcode = "HMMA.16816.F32" + ("" if is_fp8 else ".BF16")
+        assert products_of(cubin)[name] == {opcode: groups * dim // 8}, name
+        unpacked = len(re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B", body))
+        assert unpacked == (dim // 2 if is_fp8 else 0), name
+        assert len(re.findall(r"\bMOVM\.16\.MT88", body)) == 2 * groups, name
+        copies = 16 * 2 * dim * (1 if is_fp8 else 2) // (32 * 16)  # of 16 bytes by a warp
+        copied = len(re.findall(r"\bLDGSTS\S*\.128", body))
+        assert copied and copied % copies == 0, name
+        assert "ACQBULK" in body and "PREEXIT" in body, name
+        assert not re.search(r"GMMA|UTMA|UBLKCP", body), name
+        products = [found.start() for found in re.finditer(r"\bHMMA", body)]
+        in_stack = re.findall(r"\b(LDL|STL)\b", body[products[0] : products[-1]])
+        assert len(in_stack) <= (4 if dim == 256 and groups == 2 else 0), name
+        assert resources[name]["STACK"] <= most_stack(arch, name), name
+    forms = {(dim, fp8, rows) for dim in (64, 128, 256) for fp8 in (False, True) for rows in (1, 2)}
+    assert seen == forms and empty == len(forms)

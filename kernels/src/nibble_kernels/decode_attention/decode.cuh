@@ -1,9 +1,9 @@
 // Attention of a few query tokens a sequence over a paged cache of keys and values.
 //
-// Persistent thread blocks, whose warps go through their splits (work.cuh) by themselves. Where a block has all
-// splits of a short sequence, its warps meet and add them from shared memory. The partial results of a longer
-// sequence go to global memory; the block that brings the last one adds them when its warps have no more
-// splits, the first one first.
+// Persistent thread blocks, whose warps go through their splits (work.cuh) by themselves. Where a block has
+// all splits of a short sequence, its warps meet and add them from shared memory. The partial results of a
+// longer sequence go to global memory; the block that brings the last one adds them when its warps have no
+// more splits, the first one first.
 #pragma once
 
 #include "decode_attention/tile.cuh"
@@ -156,7 +156,8 @@ class Attention {
 #pragma unroll
     for (uint32_t step = 0; step < Form::kSteps; ++step) {
       query[step] = uint2{0, 0};
-      if (is_there) query[step] = __ldg(reinterpret_cast<const uint2*>(from + element_of<Form>(step, lane() % 4)));
+      if (is_there)
+        query[step] = __ldg(reinterpret_cast<const uint2*>(from + element_of<Form>(step, lane() % 4)));
     }
   }
 
@@ -249,8 +250,8 @@ class Attention {
     }
   }
 
-  __device__ __forceinline__ void write_of_warps(const Pair& pair, uint32_t group, uint32_t row, uint32_t quad,
-                                                 uint32_t splits) const {
+  __device__ __forceinline__ void write_of_warps(const Pair& pair, uint32_t group, uint32_t row,
+                                                 uint32_t quad, uint32_t splits) const {
     float maximum = -INFINITY, total = 0;
     for (uint32_t split = 0; split < splits; ++split) maximum = fmaxf(maximum, shared_.maxima[split][row]);
     const float base = maximum == -INFINITY ? 0 : maximum;
@@ -310,8 +311,8 @@ class Attention {
     }
   }
 
-  // Counts this warp's splits of a pair. A pair whose splits are all there joins the block's list; its counter
-  // has the next one meanwhile.
+  // Counts this warp's splits of a pair. A pair whose splits are all there joins the block's list; its
+  // counter has the next one meanwhile.
   __device__ __forceinline__ void arrive(const Cursor<Form>& cursor) {
     __threadfence();
     __syncwarp();

@@ -132,7 +132,8 @@ class Tile {
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
       float(&scores)[4] = scores_[group];
       float(&maxima)[2] = partial.maximum[group];
-      const bool is_larger = fmaxf(scores[0], scores[2]) > maxima[0] || fmaxf(scores[1], scores[3]) > maxima[1];
+      const bool is_larger =
+          fmaxf(scores[0], scores[2]) > maxima[0] || fmaxf(scores[1], scores[3]) > maxima[1];
       if (__any_sync(~0u, is_larger)) raise(partial, group);
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {

@@ -155,7 +155,8 @@ class Cursor {
     look_at_split();
   }
 
-  // Whether this split is the first one, or the last one, of its pair of sequence and head that this warp has.
+  // Whether this split is the first one, or the last one, of its pair of sequence and head that this warp
+  // has.
   __device__ __forceinline__ bool is_first_of_pair() const {
     return is_together || split == 0 || number == own_.begin;
   }
@@ -269,7 +270,8 @@ class Ring {
       constexpr uint32_t kParts = Form::kRowUnits < kLanes ? 1 : Form::kRowUnits / kLanes;
       const uint32_t lane = threadIdx.x % kLanes, unit = lane % Form::kRowUnits;
       const uint32_t own_row = lane / Form::kRowUnits;
-      const int32_t page = static_cast<int32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), tile_ % kLanes));
+      const int32_t page =
+          static_cast<int32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), tile_ % kLanes));
       const uint32_t in_page = __shfl_sync(~0u, in_page_, tile_ % kLanes);
       const uint8_t* from = from_ + page * p_.page_stride + (in_page + own_row) * p_.token_stride + unit * 16;
       uint8_t* const to = memory_ + slot_ * Form::kTileBytes;
