@@ -7,9 +7,9 @@
 --shape 30b-a3b has Qwen3-30B-A3B's experts; with NIBBLE_MOE_KERNEL=nibble they are nibble's.
 
 Both servers run at the same time on one GPU and answer in turns. Each gets its KV cache in bytes
-and a part of the memory, so that both fit, and a port. The model has random weights, so nibble's
-canary and kernel assertion warn, and no reference is computed (NIBBLE_CANARY=off also skips the
-canary). Nothing else is set.
+and a part of the memory, so that both fit, and a port from LOAD_FIRST_PORT (9111) on. The model has
+random weights, so nibble's canary and kernel assertion warn, and no reference is computed
+(NIBBLE_CANARY=off also skips the canary). Nothing else is set.
 
 A round asks each server once for each row, and every second round begins with the other server.
 With several streams, each sends one request of 256 tokens in and 256 out at the same moment. The

@@ -28,6 +28,7 @@ from nibble.machine.process_table import (
     engine_title,
     family,
     is_resource_tracker,
+    kill,
     kill_family,
     own_titles,
     without_trackers,
@@ -168,10 +169,8 @@ class Engine:
             spared = process.pid in (self.pid, self._guardian.pid) or is_resource_tracker(
                 process.pid
             )
-            if spared or API_SERVER in title:
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
+            if not spared and API_SERVER not in title:
+                kill(process.pid)
 
     def has_ended(self) -> bool:
         """Whether the API process is gone."""

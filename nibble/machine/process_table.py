@@ -89,7 +89,7 @@ def kill_family(session: int, timeout_s: float = 5.0) -> list[int]:
     return killed
 
 
-def kill_until_gone(find: Callable[[], Iterable[Process]], timeout_s: float = 5.0) -> list[int]:
+def kill_until_gone(find: Callable[[], Sequence[Process]], timeout_s: float = 5.0) -> list[int]:
     """SIGKILL what `find` returns until it returns nothing; returns the killed pids.
 
     Python's resource trackers may end by themselves once the others are gone: they remove the
@@ -100,7 +100,7 @@ def kill_until_gone(find: Callable[[], Iterable[Process]], timeout_s: float = 5.
     if without_trackers(find()):
         return sorted(killed)
     deadline = time.monotonic() + _TRACKER_S
-    while any(True for _ in find()) and time.monotonic() < deadline:
+    while find() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return sorted(killed | _kill_repeatedly(lambda: [one.pid for one in find()], timeout_s=1))
 
@@ -110,12 +110,18 @@ def _kill_repeatedly(find: Callable[[], list[int]], timeout_s: float) -> set[int
     killed: set[int] = set()
     deadline = time.monotonic() + timeout_s
     while (pids := find()) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
+        killed |= {pid for pid in pids if kill(pid)}
         time.sleep(_POLL_S)
     return killed
+
+
+def kill(pid: int) -> bool:
+    """SIGKILL; False where it is gone or another user's."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def without_trackers(processes: Iterable[Process]) -> list[int]:
@@ -147,8 +153,7 @@ class Doomed:
     def kill(self) -> None:
         """SIGKILL to each. What was forked since is the caller's to find."""
         for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._pids
