@@ -15,12 +15,9 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from nibble.engine.contract.report import LayerCheck
 from nibble.engine.plugin.report.attention import attention_results, pass_of_this_worker
 from nibble.engine.plugin.report.compare import Result, compare, group
-from nibble.engine.plugin.report.formats import generator_of
 from nibble.engine.plugin.report.kernels_used import models_of
 from nibble.engine.plugin.report.probes import PROBES, Probe, Unknown
-
-ROUTING_ROWS = 16
-PLAIN_ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "CPURouter")
+from nibble.engine.plugin.report.routing import routing_results
 
 
 @torch.inference_mode()
@@ -33,9 +30,9 @@ def run_checks(worker: Any) -> list[LayerCheck]:
                 Result(probe.part, probe.kind, probe.name), _weights(probe, worker.device)
             )
         for name, runner in _runners(worker):
-            kind = type(runner.router).__name__
+            kind, checked = type(runner.router).__name__, f"routing of {name}"
             results += _guarded(
-                Result("routing", kind, name), _routing(name, kind, runner, worker.device)
+                Result("routing", kind, checked), routing_results(checked, runner, worker.device)
             )
     with set_current_vllm_config(config):
         for blank, found in attention_results(worker):
@@ -84,45 +81,3 @@ def _runners(worker: Any) -> Iterator[tuple[str, Any]]:
             for name, module in model.named_modules()
             if isinstance(module, MoERunner)
         )
-
-
-def _routing(name: str, kind: str, runner: Any, device: torch.device) -> Iterator[Result]:
-    """Compare a router's weights for random logits: [rows, experts], 0 for experts not chosen."""
-    router, moe = runner.router, runner.moe_config
-    others = ("custom_routing_function", "_hash_indices_table", "eplb_state", "bias_vl")
-    is_plain = kind in PLAIN_ROUTERS and not getattr(router, "use_grouped_topk", False)
-    if not is_plain or any(getattr(router, other, None) is not None for other in others):
-        raise Unknown("no reference for this routing")
-    if (
-        getattr(router, "routed_scaling_factor", 1.0) != 1.0
-        or runner.routed_experts.quant_method.is_monolithic
-    ):
-        raise Unknown("no reference for this routing")
-    experts = router.global_num_experts
-    generator = generator_of(f"{name} logits")
-    logits = torch.randn(ROUTING_ROWS, experts, generator=generator, dtype=torch.float32).to(
-        moe.router_logits_dtype
-    )
-    hidden = torch.randn(ROUTING_ROWS, moe.hidden_dim, generator=generator).to(moe.in_dtype)
-    indices = runner.routed_experts.quant_method.topk_indices_dtype
-    weights, ids = router.select_experts(hidden.to(device), logits.to(device), indices)
-    routed = torch.zeros(ROUTING_ROWS, experts).scatter_(1, ids.long().cpu(), weights.float().cpu())
-    yield compare("routing", kind, name, routed, {"plain": route(router, logits.float())})
-
-
-def route(router: Any, logits: Tensor) -> Tensor:
-    """The reference router: weights, float32 [rows, experts], from softmax or sigmoid scores.
-
-    The top-k experts are chosen by score plus bias. Raises Unknown.
-    """
-    function = {"softmax": lambda values: values.softmax(-1), "sigmoid": torch.sigmoid}.get(
-        router.scoring_func
-    )
-    if function is None:
-        raise Unknown(f"no reference for scores by {router.scoring_func}")
-    scores, bias = function(logits), getattr(router, "e_score_correction_bias", None)
-    chosen = (
-        (scores if bias is None else scores + bias.float().cpu()).topk(router.top_k, dim=-1).indices
-    )
-    weights = torch.zeros_like(scores).scatter_(1, chosen, scores.gather(1, chosen))
-    return weights / weights.sum(-1, keepdim=True) if router.renormalize else weights
