@@ -23,8 +23,6 @@ end() {
 }
 serve "${demo}" && {
   step measure_status 10 curl -sf "http://127.0.0.1:${NIBBLE_CONTROL_PORT}/status"
-  step measure_bench 200 python3 -m nibble bench --prompt-tokens 128 --concurrency 1,8,32 --rounds 2 --against stock \
-    --stock-flags "--gpu-memory-utilization 0.3 --kv-cache-memory-bytes $((4 << 30))" --out /tmp/R/bench
   step measure_soak 120 python3 -m nibble soak --minutes 1 --out /tmp/R/soak.json
   step measure_tools 60 python3 -m nibble eval --tools
   step measure_metrics 10 curl -sf "http://127.0.0.1:${PORT}/metrics"
@@ -32,4 +30,9 @@ serve "${demo}" && {
 }
 step measure_trace 200 python3 -m nibble trace --start "${demo}" --steps 16 --out /tmp/R/trace
 rm -f /tmp/R/trace/*.gz
+serve "${demo}" && {
+  step measure_bench 420 python3 -m nibble bench --prompt-tokens 128 --concurrency 1,8,32 --rounds 2 --against stock \
+    --stock-flags "--gpu-memory-utilization 0.3 --kv-cache-memory-bytes $((4 << 30))" --out /tmp/R/bench
+  end
+}
 touch /tmp/R/measure.done

@@ -22,14 +22,9 @@ from nibble.recipes.rules import in_effect
 from nibble.trials.choose import EXPERTS, Form, Kernel, choose, is_proven, our_fault, summary
 
 # Targets on which nibble's experts have served a model faster than vLLM's: `auto` takes them there.
-TARGETS: tuple[str, ...] = ()
+TARGETS = ("hopper",)
 SERVED = "faster than vLLM's in a server (docs/kernels/nvfp4_linear.md)"
 UNSERVED = "nibble's experts have not been measured in a server"
-# Targets on which `auto` never takes them, whatever trials of a layer alone say.
-WRONG: Mapping[str, str] = {
-    "hopper": "in a server on an H200 some layers of nibble's experts had wrong sums"
-    " (docs/kernels/nvfp4_linear.md)"
-}
 # Flags that need a kernel of vLLM's, and what they are for.
 _OBSTACLES = {
     "--enable-eplb": "experts that move between GPUs (EPLB)",
@@ -154,8 +149,6 @@ def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
         return f"--moe-backend {backend} names another kernel"
     if inputs.without_gpu_kernels:
         return inputs.without_gpu_kernels
-    if wrong := WRONG.get(inputs.target.name):
-        return wrong
     if has_e4m3_experts(checkpoint):
         return "nibble's kernel of E4M3 experts is slower than vLLM's from 4 tokens on"
     if inputs.target.features.has_fp4_mma and "fp4" in checkpoint.scheme.activations:

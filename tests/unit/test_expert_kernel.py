@@ -13,7 +13,6 @@ from nibble.canary.kernels import expectations
 from nibble.checkpoint import read_checkpoint
 from nibble.cli import tune
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan import expert_kernel
 from nibble.plan.expert_memory import dequantized_bytes, e4m3_bytes, tiles_bytes
 from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.plan import Plan
@@ -122,17 +121,6 @@ def test_a_first_start_tries_experts_where_nibble_ships_no_measurements(
     assert not tries(blackwell.plan(experts))
 
 
-def test_where_a_server_had_wrong_sums_auto_never_takes_them(
-    hopper: Machine, experts: Path
-) -> None:
-    always = hopper.plan(experts, NIBBLE_TRIALS="always")
-    assert kernel(always) == "vllm" and "had wrong sums" in why(always)
-    assert first_trials.should_try(always, hopper.folder, print) is None
-    hopper.measured_experts(experts, "hopper", 0.7)
-    assert kernel(hopper.plan(experts)) == "vllm"
-    assert kernel(hopper.plan(experts, "--moe-kernel", "nibble")) == "nibble"
-
-
 def test_a_first_start_keeps_what_it_measured(
     blackwell: Machine, experts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,12 +154,9 @@ def test_a_first_start_keeps_what_it_measured(
     assert kernel(blackwell.plan(experts)) == "nibble"
 
 
-def test_where_they_have_served_faster_they_are_the_default(
-    hopper: Machine, experts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_kernel, "TARGETS", ("hopper",))
-    monkeypatch.setattr(expert_kernel, "WRONG", {})
-    assert kernel(hopper.plan(experts)) == "nibble"
+def test_on_hopper_they_are_the_default(hopper: Machine, experts: Path) -> None:
+    found = hopper.plan(experts)
+    assert kernel(found) == "nibble" and "faster than vLLM's in a server" in why(found)
     assert kernel(hopper.plan(experts, "--moe-kernel", "vllm")) == "vllm"
     assert kernel(hopper.plan(experts, "--enable-lora")) == "vllm"
     hopper.measured_experts(experts, "hopper", None, ours="hung")
@@ -337,7 +322,7 @@ def test_e4m3_experts_with_eplb_are_refused(hopper: Machine, tmp_path: Path) -> 
 
 def test_the_workspace_is_in_the_budget(hopper: Machine, experts: Path) -> None:
     words = ["--max-num-batched-tokens", "4096"]
-    theirs = hopper.plan(experts, *words).budget.workspace_bytes
+    theirs = hopper.plan(experts, "--moe-kernel", "vllm", *words).budget.workspace_bytes
     ours = hopper.plan(experts, "--moe-kernel", "nibble", *words).budget.workspace_bytes
     assert ours - theirs == tiles_bytes((4, 2, 64, 32, 2), 4096) > 0
 

@@ -152,8 +152,8 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Kernel for experts with BF16 activations on a GPU: `vllm` (vLLM's choice), `nibble` (NVFP4"
-        " and E4M3 experts) or `auto`: vLLM's choice, or for NVFP4 experts the faster one after"
-        " trials on this machine (docs/selftest.md).",
+        " and E4M3 experts) or `auto`: for NVFP4 experts nibble's on hopper, else the faster one"
+        " after trials on this machine (docs/selftest.md).",
         "NIBBLE_MOE_KERNEL",
         flag="--moe-kernel",
         expected="auto, vllm or nibble",
