@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# The CuTe paged attention path. Exits 5 until nibble ships that kernel.
+# nibble's paged attention for decode steps. Exits 5 where it cannot run.
 set -euo pipefail
-NIBBLE_SCRIPT_MODEL=ig1/Qwen3.5-27B-NVFP4 exec "$(dirname "${BASH_SOURCE[0]}")/serve.sh" "$@" --attention-backend CUTE_PAGED
+NIBBLE_SCRIPT_MODEL=ig1/Qwen3.5-27B-NVFP4 exec "$(dirname "${BASH_SOURCE[0]}")/serve.sh" "$@" --attention-kernel nibble

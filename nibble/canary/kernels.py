@@ -12,7 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nibble.engine.contract import GPU_E4M3_EXPERTS, GPU_EXPERTS, GPU_LINEAR, OUR_CLASSES
+from nibble.engine.contract import (
+    ATTENTION,
+    GPU_E4M3_EXPERTS,
+    GPU_EXPERTS,
+    GPU_LINEAR,
+    OUR_CLASSES,
+)
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import values_of
 from nibble.plan.nvfp4_options import asked as plugin_options
@@ -31,7 +37,11 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # Parts of the names of vLLM 0.32's fallbacks: EmulationNvFp4LinearKernel,
 # NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
-OUR_KERNELS = {"linear": (GPU_LINEAR,), "moe": (*GPU_EXPERTS, *GPU_E4M3_EXPERTS)}
+OUR_KERNELS = {
+    "linear": (GPU_LINEAR,),
+    "moe": (*GPU_EXPERTS, *GPU_E4M3_EXPERTS),
+    "attention": (ATTENTION,),
+}
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
@@ -106,7 +116,8 @@ def _backend(
     chosen = plugin_options(flags)
     if part in OUR_KERNELS and chosen.get(f"{part}_kernel") == "nibble":
         # Layers of some shapes may keep vLLM's kernel.
-        others = plan.target.expected.get(part, ()) if chosen.get("vllm_shapes") else ()
+        may_mix = part != "attention" and chosen.get("vllm_shapes")
+        others = plan.target.expected.get(part, ()) if may_mix else ()
         allowed = tuple(dict.fromkeys((*OUR_KERNELS[part], *others)))
         return Expectation(part, allowed, f"{part}_kernel of --additional-config")
     value = in_effect(flag, flags)

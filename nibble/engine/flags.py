@@ -37,7 +37,7 @@ OWNED: Mapping[str, str] = {
 
 # Backends of other projects that vLLM and nibble do not have.
 MISSING_BACKENDS: Mapping[str, str] = {
-    "CUTE_PAGED": "nibble has no CuTe paged attention backend",
+    "CUTE_PAGED": "vLLM has no CuTe paged attention; nibble's is NIBBLE_ATTENTION=nibble",
 }
 
 Flags = dict[str, Any]

@@ -1,8 +1,8 @@
-"""--attention-backend: which of vLLM's attention kernels reads the KV cache. Pure.
+"""--attention-backend and --attention-kernel: which kernels read the KV cache. Pure.
 
 vLLM 0.32 chooses by GPU and model. nibble names another backend only where it was measured to be
 faster for decoding and in a server, and none of its limits applies; a backend that a lower or
-higher layer names stays.
+higher layer names stays. nibble's own kernel is in plan/attention_kernel.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.layer_memory import LayerMemory
+from nibble.plan.attention_kernel import our_choice, uses_our_attention
 from nibble.plan.choice import OURS, Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.one_order import is_batch_invariant
@@ -69,6 +70,8 @@ def choose_attention(
     if inputs.target.device != "cuda":
         return None
     values = values_of(args)
+    if uses_our_attention(values):
+        return our_choice(inputs, args)
     if (named := in_effect(FLAG, values)) != "auto":
         source = args[FLAG].source if FLAG in args else args[CONFIG].source
         return Choice(named.upper(), source, "named by this layer")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from nibble.plan.attention_kernel import attention_workspace_bytes
 from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
 from nibble.plan.choice import Choice, Choices, Layer
 from nibble.plan.expert_memory import experts_workspace_bytes
@@ -79,7 +80,7 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
         ranks_here=topology.ranks_here,
         graphs_bytes=_graphs_bytes(inputs, args),
         kv_cache_bytes=int(kv_choice.value) if kv_choice else None,
-        kernels_bytes=experts_workspace_bytes(inputs, args),
+        kernels_bytes=experts_workspace_bytes(inputs, args) + attention_workspace_bytes(args),
     )
 
     def sequence_at(tokens: int, dtype: str) -> int | None:

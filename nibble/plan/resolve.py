@@ -11,6 +11,7 @@ from __future__ import annotations
 from nibble.machine.paths import cache_dir
 from nibble.plan.applications import compact_json_flags, tool_flags
 from nibble.plan.attention import attention_flags, choose_attention
+from nibble.plan.attention_kernel import attention_kernel_flags, check_attention
 from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
@@ -76,6 +77,7 @@ def check(situation: Situation) -> None:
     inputs, served, values = situation.inputs, situation.served, situation.values
     check_nvfp4_options(inputs.checkpoint, inputs.target, situation.flags)
     check_experts(served, values)
+    check_attention(served, values)
     check_gemma4(
         inputs.loaded.settings, inputs.target, served.checkpoint, values, inputs.can_compile
     )
@@ -153,8 +155,10 @@ def _step_graph(situation: Situation) -> Decision:
 
 
 def _attention(situation: Situation) -> Decision:
-    chosen = choose_attention(situation.inputs, situation.flags, situation.step_graph)
-    return Decision(attention_flags(chosen, situation.flags), attention=chosen)
+    ours = attention_kernel_flags(situation.inputs, situation.flags)
+    flags = situation.flags.add(ours)
+    chosen = choose_attention(situation.inputs, flags, situation.step_graph)
+    return Decision({**ours, **attention_flags(chosen, flags)}, attention=chosen)
 
 
 def _quantized_layers(situation: Situation) -> Decision:

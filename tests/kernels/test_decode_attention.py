@@ -114,3 +114,30 @@ def test_what_the_kernel_cannot_read_is_refused(kernels: ModuleType, wrong: str)
     expected = "multiple of 16 tokens" if wrong == "page" else "bfloat16 or float8"
     with pytest.raises(RuntimeError, match=expected):
         attend(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_lengths_at_the_edges_of_the_division(
+    kernels: ModuleType, head_dim: int, fp8: bool
+) -> None:
+    lengths = [1024, 1025, 4096, 4097, 6000, 8192, 8193, 16384, 16400]
+    case = make_case(lengths, head_dim=head_dim, kv_heads=2, fp8=fp8)
+    assert_close(attend(case.on("cuda")), exact(case), case)
+
+
+@pytest.mark.gpu
+def test_a_small_workspace_takes_several_launches(kernels: ModuleType) -> None:
+    from nibble_kernels.decode_attention import decode_attention, make_workspace
+
+    case = make_case([3000, 17, 0, 2000, 1500, 64, 1800], kv_heads=2, fp8=True).on("cuda")
+    found = [
+        decode_attention(
+            case.query, case.cache, case.pages, case.lengths, case.query_begins,
+            make_workspace(sequences, 2, case.query.shape[1] // 2, case.query.shape[2]),
+            scale=case.scale,
+        )
+        for sequences in (7, 2, 1)
+    ]  # fmt: skip
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -202,8 +202,8 @@ def test_few_chunks_hold_a_long_sequence(attend: Attend) -> None:
 
 
 def test_short_and_long_sequences_with_as_many_splits_as_there_are(attend: Attend) -> None:
-    """Of the long ones 2040 tokens are 128 splits of one tile, 2100 tokens 66 of two."""
-    case = make_case([40, 2040, 0, 17, 2100, 64], kv_heads=1, fp8=True)
+    """Of the long ones 4090 tokens are 128 splits of two tiles, 2100 tokens 66."""
+    case = make_case([40, 4090, 0, 17, 2100, 64], kv_heads=1, fp8=True)
     check(attend(case, least_chunk=16, most_splits=128), case)
 
 
@@ -214,6 +214,28 @@ def test_more_than_eight_rows_of_a_long_sequence_in_the_forms_for_99_kilobytes(
 ) -> None:
     case = make_case([700, 30], head_dim=head_dim, kv_heads=1, group=6, queries=2, fp8=fp8)
     check(attend(case, small=True, least_chunk=16), case)
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "splits"),
+    [
+        (1024, 128, 8),
+        (1025, 128, 9),
+        (4096, 128, 32),
+        (6000, 192, 32),
+        (8192, 256, 32),
+        (8193, 256, 33),
+        (16384, 256, 64),
+        (32768, 512, 64),
+    ],
+)
+def test_longer_sequences_have_larger_splits(
+    library: ctypes.CDLL, length: int, tokens: int, splits: int
+) -> None:
+    found = (ctypes.c_uint32 * 2)()
+    problem = Problem(least_chunk=128, most_splits=64)
+    library.divide(ctypes.byref(problem), length, 8, found)
+    assert tuple(found) == (tokens, splits)
 
 
 def test_a_result_does_not_depend_on_the_rest_of_the_batch(attend: Attend) -> None:

@@ -79,7 +79,7 @@ def test_another_model_may_be_named_by_variable_or_argument() -> None:
 @pytest.mark.parametrize(
     ("script", "environ", "named"),
     [
-        ("serve-cute.sh", {}, "CuTe"),
+        ("serve-cute.sh", {}, "NIBBLE_ATTENTION"),
         ("serve.sh", {"CUTE_WO_SPLIT": "8"}, "CUTE_WO_SPLIT=8"),
     ],
 )

@@ -48,6 +48,7 @@ class Options:
     - quantize_lm_head: nvfp4 quantizes a BF16 output head when it is loaded.
     - linear_kernel, moe_kernel: vLLM's choice, or nibble's kernel for NVFP4 weights with
       unquantized activations on a GPU.
+    - attention_kernel: vLLM's choice, or nibble's kernel for decode steps (plugin/attention).
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
     - vllm_shapes: rows and columns of the layers that keep vLLM's choice with linear_kernel nibble,
@@ -62,6 +63,7 @@ class Options:
     quantize_lm_head: HeadFormat = "off"
     linear_kernel: Kernel = "vllm"
     moe_kernel: Kernel = "vllm"
+    attention_kernel: Kernel = "vllm"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"
     sparse_fp4: Switch = "off"
@@ -125,6 +127,8 @@ GPU_E4M3_EXPERTS = (
     "NibbleCompressedTensorsFp8MoE",
 )
 QUARTET2_LINEAR = "Quartet2LinearMethod"
+# The name of nibble's attention backend, and of vLLM's that it stands in for.
+ATTENTION, FLASH_ATTENTION = "CUTE_PAGED", "FLASH_ATTN"
 OUR_CLASSES = frozenset(
     {CPU_LINEAR, GPU_LINEAR, *CPU_EXPERTS, *GPU_EXPERTS, *GPU_E4M3_EXPERTS, QUARTET2_LINEAR}
 )

@@ -14,6 +14,7 @@
 - whole_load.py, written.py: end a load that leaves a weight unwritten.
 - pulse.py: reports the progress of each process to nibble's supervisor.
 - queues.py: sets the size of the queue of a worker's answers.
+- attention: nibble's kernel for the attention of decode steps.
 - step_graph: decode steps from CUDA graphs.
 
 vLLM 0.32 looks the classes up in its modules when it builds a layer. They keep vLLM's names,

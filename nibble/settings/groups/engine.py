@@ -158,6 +158,15 @@ class EngineOptions(BaseModel):
         flag="--moe-kernel",
         expected="auto, vllm or nibble",
     )
+    attention_kernel: Literal["auto", contract.Kernel] = option(
+        "auto",
+        "Engine",
+        "Attention of decode steps on a GPU: `vllm` (vLLM's choice), `nibble` (nibble's kernel, and"
+        " FlashAttention for prompts) or `auto`: vLLM's choice (docs/kernels/decode_attention.md).",
+        "NIBBLE_ATTENTION",
+        flag="--attention-kernel",
+        expected="auto, vllm or nibble",
+    )
     sparse_fp4: contract.Switch = option(
         "off",
         "Engine",

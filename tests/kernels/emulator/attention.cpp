@@ -37,6 +37,12 @@ void run_size(const Problem& problem, uint32_t head_dim, bool is_small, uint32_t
 
 extern "C" uint32_t problem_bytes() { return sizeof(Problem); }
 
+// Tokens of a split, and how many splits there are.
+extern "C" void divide(const Problem* problem, uint32_t length, uint32_t warps, uint32_t* found) {
+  const Span span = span_of(*problem, length, 1, warps);
+  found[0] = span.chunk * kTile, found[1] = span.splits;
+}
+
 extern "C" void attend_on_the_host(const Problem* problem, uint32_t head_dim, bool is_fp8, bool is_small,
                                    uint32_t blocks, bool is_late) {
   emulated_is_late = is_late;

@@ -14,7 +14,7 @@ __all__ = ["Workspace", "decode_attention", "make_workspace"]
 
 # Of problem.h: rows of a product, sequences of a launch.
 ROWS, SEQUENCES = 16, 256
-# Tokens of a split, until a sequence has `MOST_SPLITS` of them (docs/kernels/decode_attention.md).
+# Tokens of a split of a short sequence, and the most splits (docs/kernels/decode_attention.md).
 LEAST_CHUNK, MOST_SPLITS = 128, 64
 
 
@@ -39,7 +39,9 @@ def make_workspace(
     least_chunk: int = LEAST_CHUNK,
     most_splits: int = MOST_SPLITS,
 ) -> Workspace:
-    """For batches of up to `sequences`. Calls on several streams need one each."""
+    """For `sequences` at a time: a larger batch takes several launches. Calls on several streams need
+    one each.
+    """
     items = min(sequences, SEQUENCES) * kv_heads * -(-group * most_queries // ROWS)
     rows = min(ROWS, group * most_queries)
     floats = items * most_splits * (rows * head_dim + -(-2 * rows // 4) * 4)

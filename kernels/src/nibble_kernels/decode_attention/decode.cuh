@@ -57,7 +57,7 @@ class Attention {
   // --- splits ---
 
   __device__ __forceinline__ void go_through_splits() {
-    Ring<Form> ring(p_, shared_, shared_.ring + warp() * (Form::kStages * Form::kTileBytes));
+    Ring<Form> ring(p_, shared_, shared_.ring + warp() * (Form::kStages * Form::kPartBytes));
     Cursor<Form> cursor(p_, shared_);
     cursor.park(shared_.computing[warp()]);
     Query<Form> query;
@@ -68,19 +68,25 @@ class Attention {
         look_at_pair(pair_at(cursor.sequence, cursor.head, cursor.row_tile), query, rows);
       Partial<Form> partial;
       clear(partial);
-      // The last tile's place takes the partial result of a warp whose block meets.
+      // The place of the last tile, or of its values, takes the partial result of a warp whose block meets.
       const uint32_t begin = cursor.begin, end = begin + cursor.tiles * kTile;
       const uint32_t replaced = cursor.is_together && begin != end ? end - kTile : end;
 #pragma unroll 1
       for (uint32_t token = begin; token != end; token += kTile) {
-        Tile<Form>(shared_, ring.take()).add(partial, rows, p_.soft_cap, token, query);
-        if (token != replaced) ring.replace();
+        Tile<Form> tile(shared_, ring.take());
+        tile.weigh_keys(partial, rows, p_.soft_cap, token, query);
+        if (Form::kParts == 2) {
+          ring.replace(0);
+          tile.values = ring.take();
+        }
+        tile.add_values(partial);
+        if (token != replaced) ring.replace(Form::kParts - 1);
       }
       cursor = shared_.computing[warp()];
       add_totals(partial);
       if (cursor.is_together) {
         add_warps(cursor, partial, ring.oldest());
-        if (cursor.tiles != 0) ring.replace();
+        if (cursor.tiles != 0) ring.replace(Form::kParts - 1);
       } else {
         write_partial(partial, slot_of(cursor.number));
         if (cursor.is_last_of_pair()) arrive(cursor);
@@ -222,7 +228,7 @@ class Attention {
 
   __device__ __forceinline__ void add_warps(const Cursor<Form>& cursor, const Partial<Form>& partial,
                                             uint8_t* memory) {
-    static_assert(8 * kDim * sizeof(float) <= Form::kTileBytes);
+    static_assert(8 * kDim * sizeof(float) <= Form::kPartBytes);
     const Pair pair = pair_at(cursor.sequence, cursor.head, cursor.row_tile);
     const uint32_t splits = cursor.length == cursor.first ? 0 : cursor.splits;
     if (lane() == 0) shared_.held[warp()] = static_cast<uint32_t>(memory - shared_.ring);

@@ -64,12 +64,14 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
   return p;
 }
 
-// The sequences in parts that a launch has tables for. A sequence's result does not depend on the others.
-void launch_parts(Problem p, uint32_t sequences, const Tensor& query, const Tensor& cache) {
+// The sequences in parts that a launch has tables and the workspace has room for. A sequence's result does
+// not depend on the others.
+void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tensor& query,
+                  const Tensor& cache) {
   const int device = query.get_device_index();
   const cudaStream_t stream = current_stream(query);
   for (uint32_t done = 0; done < sequences; done += p.sequences) {
-    p.sequences = std::min(sequences - done, kMostSequences);
+    p.sequences = std::min(sequences - done, at_a_time);
     check(launch(p, static_cast<uint32_t>(query.size(2)), cache.scalar_type() == ScalarType::Float8_e4m3fn,
                  device, stream));
     p.pages += int64_t{p.sequences} * p.pages_stride;
@@ -88,13 +90,12 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   check_cache(query, cache);
   Problem p = problem_of(query, cache, pages, most_queries, least_chunk, most_splits);
   const uint32_t sequences = static_cast<uint32_t>(lengths.numel()), heads = p.kv_heads * row_tiles_of(p);
-  const int64_t at_a_time = std::min(sequences, kMostSequences);
   require(out.is_contiguous() && out.numel() == query.numel() && out.scalar_type() == query.scalar_type(),
           "expected a result without gaps, as large as the queries");
-  const int64_t slots = at_a_time * heads * most_splits;
-  require(partials.numel() >= slots * partial_floats(p, static_cast<uint32_t>(query.size(2))) &&
-              counters.numel() >= at_a_time * heads,
-          "the workspace is too small for ", at_a_time, " sequences");
+  const int64_t floats = heads * most_splits * partial_floats(p, static_cast<uint32_t>(query.size(2)));
+  const int64_t room = std::min(partials.numel() / floats, counters.numel() / heads);
+  require(room >= 1, "the workspace is too small for a sequence");
+  const uint32_t at_a_time = static_cast<uint32_t>(std::min<int64_t>(room, kMostSequences));
   p.pages = static_cast<const int32_t*>(pages.const_data_ptr());
   p.lengths = static_cast<const int32_t*>(lengths.const_data_ptr());
   p.query_begins = static_cast<const int32_t*>(query_begins.const_data_ptr());
@@ -109,7 +110,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   p.scale = static_cast<float>(scale);
   p.soft_cap = static_cast<float>(soft_cap);
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  launch_parts(p, sequences, query, cache);
+  launch_parts(p, sequences, at_a_time, query, cache);
 }
 
 }  // namespace

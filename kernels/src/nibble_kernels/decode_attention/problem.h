@@ -42,6 +42,9 @@ NIBBLE_FUNCTION uint32_t row_tiles_of(const Problem& p) {
 
 // What a sequence's queries see, in tiles, and its equal splits but for the last. Depends on this sequence
 // alone, so that its result does not depend on others.
+//
+// A long sequence has splits of `least_chunk` tokens up to half of `most_splits` of them, then as many larger
+// ones up to twice that size, then more of them, then larger ones.
 struct Span {
   uint32_t first, end;     // tokens; `begin` of them is a multiple of a tile
   uint32_t begin;          // the first that is read
@@ -50,19 +53,34 @@ struct Span {
   bool is_together;        // the warps of one block take all of its splits
 };
 
-NIBBLE_FUNCTION Span span_of(const Problem& p, uint32_t length, uint32_t queries, uint32_t warps) {
+NIBBLE_FUNCTION Span undivided_span(const Problem& p, uint32_t length, uint32_t queries) {
   Span span{0, length, 0, 0, 0, 0, true};
   const uint32_t seen_by_first = length < queries ? 0 : length - queries + 1;
   if (p.window != 0 && seen_by_first > p.window) span.first = seen_by_first - p.window;
   span.begin = span.first / kTile * kTile;
+  if (queries != 0) span.tiles = quotient_up(span.end - span.begin, kTile);
+  return span;
+}
+
+// A span without tiles has one empty split.
+NIBBLE_FUNCTION uint32_t splits_of(uint32_t tiles, uint32_t chunk) {
+  return tiles == 0 ? 1 : quotient_up(tiles, chunk);
+}
+
+NIBBLE_FUNCTION Span span_of(const Problem& p, uint32_t length, uint32_t queries, uint32_t warps) {
+  Span span = undivided_span(p, length, queries);
   if (queries == 0) return span;
-  span.tiles = quotient_up(span.end - span.begin, kTile);
-  const uint32_t least = p.least_chunk / kTile;
+  const uint32_t least = p.least_chunk / kTile, half = quotient_up(p.most_splits, 2);
   span.is_together = span.tiles <= warps * least;
-  const uint32_t wanted = span.is_together ? warps : p.most_splits;
-  span.chunk = quotient_up(span.tiles, wanted);
-  if (!span.is_together && span.chunk < least) span.chunk = least;
-  span.splits = span.tiles == 0 ? 1 : quotient_up(span.tiles, span.chunk);
+  if (span.is_together) {
+    span.chunk = quotient_up(span.tiles, warps);
+  } else {
+    const bool is_long = span.tiles > p.most_splits * least;
+    const uint32_t smallest = is_long ? 2 * least : least;
+    span.chunk = quotient_up(span.tiles, is_long ? p.most_splits : half);
+    if (span.chunk < smallest) span.chunk = smallest;
+  }
+  span.splits = splits_of(span.tiles, span.chunk);
   return span;
 }
 

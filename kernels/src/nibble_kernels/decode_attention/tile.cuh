@@ -57,16 +57,39 @@ struct Rows {
 template <class Form>
 class Tile {
  public:
-  __device__ __forceinline__ Tile(const Shared<Form>& shared, const uint8_t* memory)
-      : shared_(shared), memory_(memory) {}
+  const uint8_t* values;  // after the keys where they are copied together
 
-  __device__ __forceinline__ void add(Partial<Form>& partial, const Rows<Form>& rows, float soft_cap,
-                                      uint32_t begin, const Query<Form>& query) {
+  __device__ __forceinline__ Tile(const Shared<Form>& shared, const uint8_t* memory)
+      : values(memory), shared_(shared), keys_(memory) {}
+
+  __device__ __forceinline__ void weigh_keys(Partial<Form>& partial, const Rows<Form>& rows, float soft_cap,
+                                             uint32_t begin, const Query<Form>& query) {
     score(query);
     scale(rows, soft_cap);
     if (begin < rows.all_first || begin + kTile > rows.all_end) hide(begin);
     weigh(partial);
-    add_values(partial);
+  }
+
+  __device__ __forceinline__ void add_values(Partial<Form>& partial) {
+    const uint32_t lane = threadIdx.x % kLanes, r = lane / 4, c = lane % 4;
+    uint2 weights[Form::kRowGroups];
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+      const float(&scores)[4] = scores_[group];
+      weights[group].x = instruction::transpose_pairs(pair_of(scores[0], scores[1], Form::kIsFp8));
+      weights[group].y = instruction::transpose_pairs(pair_of(scores[2], scores[3], Form::kIsFp8));
+    }
+#pragma unroll
+    for (uint32_t load = 0; load < Form::kLoads; ++load) {
+      uint32_t words[4][4];
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) read_value(2 * c + i / 2 * 8 + i % 2, load * 8 + r, words[i]);
+#pragma unroll
+      for (uint32_t word = 0; word < Form::kLoad / 4; ++word) {
+        add_word(partial, weights, load * (Form::kPerLoad / 2) + word * (2 / Form::kElement), words[0][word],
+                 words[1][word], words[2][word], words[3][word]);
+      }
+    }
   }
 
  private:
@@ -81,7 +104,7 @@ class Tile {
     constexpr uint32_t kStepsPerRead = Form::kIsFp8 ? 4 : 2;
 #pragma unroll
     for (uint32_t read = 0; read < Form::kSteps / kStepsPerRead; ++read) {
-      const uint4 low = read_unit(r, read * 4 + c), high = read_unit(r + 8, read * 4 + c);
+      const uint4 low = read_unit(keys_, r, read * 4 + c), high = read_unit(keys_, r + 8, read * 4 + c);
       const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
       for (uint32_t j = 0; j < kStepsPerRead; ++j) {
@@ -164,28 +187,6 @@ class Tile {
     }
   }
 
-  __device__ __forceinline__ void add_values(Partial<Form>& partial) {
-    const uint32_t lane = threadIdx.x % kLanes, r = lane / 4, c = lane % 4;
-    uint2 weights[Form::kRowGroups];
-#pragma unroll
-    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
-      const float(&scores)[4] = scores_[group];
-      weights[group].x = instruction::transpose_pairs(pair_of(scores[0], scores[1], Form::kIsFp8));
-      weights[group].y = instruction::transpose_pairs(pair_of(scores[2], scores[3], Form::kIsFp8));
-    }
-#pragma unroll
-    for (uint32_t load = 0; load < Form::kLoads; ++load) {
-      uint32_t words[4][4];
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) read_value(2 * c + i / 2 * 8 + i % 2, load * 8 + r, words[i]);
-#pragma unroll
-      for (uint32_t word = 0; word < Form::kLoad / 4; ++word) {
-        add_word(partial, weights, load * (Form::kPerLoad / 2) + word * (2 / Form::kElement), words[0][word],
-                 words[1][word], words[2][word], words[3][word]);
-      }
-    }
-  }
-
   // A word of each of four tokens' values: two elements of bfloat16, or four of FP8.
   __device__ __forceinline__ void add_word(Partial<Form>& partial, const uint2 (&weights)[Form::kRowGroups],
                                            uint32_t tile, uint32_t v0, uint32_t v1, uint32_t v2,
@@ -213,24 +214,26 @@ class Tile {
       multiply<Form>(partial.sums[group][tile], values, weights[group]);
   }
 
-  __device__ __forceinline__ uint4 read_unit(uint32_t row, uint32_t unit) const {
-    const uint8_t* const place = memory_ + row * Form::kRowBytes + Ring<Form>::unit_place(row, unit) * 16;
-    return *reinterpret_cast<const uint4*>(place);
+  static constexpr uint32_t kFirstValue = Form::kParts == 2 ? 0 : Form::kRowUnits / 2;
+
+  static __device__ __forceinline__ uint4 read_unit(const uint8_t* memory, uint32_t row, uint32_t unit) {
+    const uint32_t place = row * Form::kPartRowBytes + Ring<Form>::unit_place(row, unit) * 16;
+    return *reinterpret_cast<const uint4*>(memory + place);
   }
   __device__ __forceinline__ void read_value(uint32_t row, uint32_t part, uint32_t (&words)[4]) const {
     if constexpr (Form::kLoad == 16) {
-      const uint4 unit = read_unit(row, Form::kRowUnits / 2 + part);
+      const uint4 unit = read_unit(values, row, kFirstValue + part);
       words[0] = unit.x, words[1] = unit.y, words[2] = unit.z, words[3] = unit.w;
     } else {
-      const uint32_t unit = Ring<Form>::unit_place(row, Form::kRowUnits / 2 + part / 2);
-      const uint8_t* const place = memory_ + row * Form::kRowBytes + unit * 16 + part % 2 * 8;
+      const uint32_t unit = Ring<Form>::unit_place(row, kFirstValue + part / 2);
+      const uint8_t* const place = values + row * Form::kPartRowBytes + unit * 16 + part % 2 * 8;
       const uint2 pair = *reinterpret_cast<const uint2*>(place);
       words[0] = pair.x, words[1] = pair.y;
     }
   }
 
   const Shared<Form>& shared_;
-  const uint8_t* const memory_;
+  const uint8_t* const keys_;
   float scores_[Form::kRowGroups][4];
 };
 

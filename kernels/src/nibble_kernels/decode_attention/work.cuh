@@ -19,14 +19,16 @@ struct Form {
   static constexpr uint32_t kRowBytes = 2 * HeadDim * kElement, kRowUnits = kRowBytes / 16;
   static constexpr uint32_t kTileBytes = kTile * kRowBytes;
   // Of the head dim and type alone: the division of a sequence depends on them.
-  static constexpr uint32_t kWarps = kTileBytes <= 4096 || (kTileBytes == 8192 && !IsSmall) ? 8
-                                     : kTileBytes == 8192 || !IsSmall                      ? 4
-                                                                                           : 2;
+  static constexpr uint32_t kWarps = kTileBytes <= 4096 || !IsSmall ? 8 : kTileBytes == 8192 ? 4 : 2;
+  // A large tile is copied as keys and then values, so that more warps have room for parts of it.
+  static constexpr uint32_t kParts = kTileBytes == 16384 && !IsSmall ? 2 : 1;
+  static constexpr uint32_t kPartBytes = kTileBytes / kParts, kPartRowBytes = kRowBytes / kParts;
+  static constexpr uint32_t kPartRowUnits = kRowUnits / kParts;
   static constexpr uint32_t kThreads = kWarps * kLanes;
   // A multiprocessor of SM90 has registers and shared memory for these.
   static constexpr uint32_t kBlocks = !IsSmall && kTileBytes <= 4096 && RowGroups == 1 ? 2 : 1;
   static constexpr uint32_t kRingBytes = IsSmall ? 64 * 1024 : kBlocks == 2 ? 96 * 1024 : 192 * 1024;
-  static constexpr uint32_t kStages = kRingBytes / (kWarps * kTileBytes);
+  static constexpr uint32_t kStages = kRingBytes / (kWarps * kPartBytes);  // parts of tiles
   static constexpr uint32_t kSteps = HeadDim / 16;     // of the product of queries and keys
   static constexpr uint32_t kDimTiles = HeadDim / 16;  // of the product of weights and values
   static constexpr uint32_t kLoad = HeadDim * kElement / 8 < 16 ? 8 : 16;  // bytes of a value at a time
@@ -47,15 +49,20 @@ struct Shared {
   uint32_t row_first[Form::kWarps][kRows], row_end[Form::kWarps][kRows];  // tokens that a row sees
   uint32_t unit_ends[kMostSequences], split_ends[kMostSequences];  // up to and with each sequence
   uint32_t lengths[kMostSequences], query_begins[kMostSequences + 1];
+  uint32_t chunks[kMostSequences];  // tiles of a split
   Cursor<Form> fetching[Form::kWarps], computing[Form::kWarps];  // of which registers are short
   uint32_t finished;  // a pair of sequence and head whose splits are all there, plus one
 };
 
+// Of a sequence with queries, without `is_together`.
 template <class Form>
 __device__ __forceinline__ Span span_of_sequence(const Problem& p, const Shared<Form>& shared,
                                                  uint32_t sequence) {
   const uint32_t queries = shared.query_begins[sequence + 1] - shared.query_begins[sequence];
-  return span_of(p, shared.lengths[sequence], queries, Form::kWarps);
+  Span span = undivided_span(p, shared.lengths[sequence], queries);
+  span.chunk = shared.chunks[sequence];
+  span.splits = splits_of(span.tiles, span.chunk);
+  return span;
 }
 
 // Sums of a lane's share of numbers, then of all lanes before it, in place.
@@ -85,6 +92,7 @@ __device__ __forceinline__ void count_work(const Problem& p, Shared<Form>& share
     const Span span = span_of(p, length, end - begin, Form::kWarps);
     shared.lengths[i] = length;
     shared.query_begins[i] = begin;
+    shared.chunks[i] = span.chunk;
     if (i + 1 == p.sequences) shared.query_begins[i + 1] = end;
     shared.unit_ends[i] = span.is_together && span.splits != 0 ? heads : 0;
     shared.split_ends[i] = span.is_together ? 0 : span.splits * heads;
@@ -220,7 +228,8 @@ class Cursor {
   Share own_;
 };
 
-// A warp's tiles on their way to shared memory, across the borders of splits.
+// A warp's tiles, or their keys and values in turns, on their way to shared memory, across the borders of
+// splits.
 template <class Form>
 class Ring {
  public:
@@ -228,19 +237,19 @@ class Ring {
       : p_(p), shared_(shared), memory_(memory) {
     look_at(Cursor<Form>(p, shared));
 #pragma unroll 1
-    for (uint32_t i = 0; i < Form::kStages; ++i) fetch();
+    for (uint32_t i = 0; i < Form::kStages; ++i) fetch(i % Form::kParts);
   }
 
-  // The oldest tile; `replace` must follow.
+  // The oldest one; `replace` must follow, with 0 for keys and 1 for their values.
   __device__ __forceinline__ uint8_t* take() const {
     instruction::wait_for_copies<Form::kStages - 1>();
     __syncwarp();
     return oldest();
   }
-  __device__ __forceinline__ uint8_t* oldest() const { return memory_ + slot_ * Form::kTileBytes; }
-  __device__ __forceinline__ void replace() {
+  __device__ __forceinline__ uint8_t* oldest() const { return memory_ + slot_ * Form::kPartBytes; }
+  __device__ __forceinline__ void replace(uint32_t part) {
     __syncwarp();
-    fetch();
+    fetch((part + Form::kStages) % Form::kParts);
   }
 
  private:
@@ -264,39 +273,44 @@ class Ring {
     in_page_ = token - index * p_.tokens_per_page;
   }
 
-  __device__ __forceinline__ void fetch() {
+  __device__ __forceinline__ void fetch(uint32_t part) {
     if (tiles_ != 0) {
-      constexpr uint32_t kAtOnce = Form::kRowUnits < kLanes ? kLanes / Form::kRowUnits : 1;
-      constexpr uint32_t kParts = Form::kRowUnits < kLanes ? 1 : Form::kRowUnits / kLanes;
-      const uint32_t lane = threadIdx.x % kLanes, unit = lane % Form::kRowUnits;
-      const uint32_t own_row = lane / Form::kRowUnits;
+      constexpr uint32_t kUnits = Form::kPartRowUnits;
+      constexpr uint32_t kAtOnce = kUnits < kLanes ? kLanes / kUnits : 1;
+      constexpr uint32_t kEach = kUnits < kLanes ? 1 : kUnits / kLanes;
+      const uint32_t lane = threadIdx.x % kLanes, unit = lane % kUnits, own_row = lane / kUnits;
       const int32_t page =
           static_cast<int32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), tile_ % kLanes));
       const uint32_t in_page = __shfl_sync(~0u, in_page_, tile_ % kLanes);
       const uint8_t* from = from_ + page * p_.page_stride + (in_page + own_row) * p_.token_stride + unit * 16;
-      uint8_t* const to = memory_ + slot_ * Form::kTileBytes;
+      from += part * Form::kPartRowBytes;
+      uint8_t* const to = memory_ + slot_ * Form::kPartBytes;
 #pragma unroll
       for (uint32_t i = 0; i < kTile / kAtOnce; ++i) {
         const uint32_t row = i * kAtOnce + own_row;
         // Less than zero, as a number without a sign, is more than all that is seen.
         const bool is_seen = ahead_ + tile_ * kTile + row < seen_;
 #pragma unroll
-        for (uint32_t part = 0; part < kParts; ++part) {
-          uint8_t* const place = to + row * Form::kRowBytes + unit_place(row, unit + part * kLanes) * 16;
-          instruction::copy_or_clear(instruction::shared_place(place), from + part * kLanes * 16, is_seen);
+        for (uint32_t each = 0; each < kEach; ++each) {
+          uint8_t* const place = to + row * Form::kPartRowBytes + unit_place(row, unit + each * kLanes) * 16;
+          instruction::copy_or_clear(instruction::shared_place(place), from + each * kLanes * 16, is_seen);
         }
         from += kAtOnce * p_.token_stride;
       }
-      if (++tile_ == tiles_) {
-        Cursor<Form> cursor = parked();
-        cursor.next(p_, shared_);
-        look_at(cursor);
-      } else if (tile_ % kLanes == 0) {
-        look_up_pages(parked());
-      }
+      if (part + 1 == Form::kParts) next_tile();
     }
     instruction::end_copies();
     slot_ = slot_ + 1 == Form::kStages ? 0 : slot_ + 1;
+  }
+
+  __device__ __forceinline__ void next_tile() {
+    if (++tile_ == tiles_) {
+      Cursor<Form> cursor = parked();
+      cursor.next(p_, shared_);
+      look_at(cursor);
+    } else if (tile_ % kLanes == 0) {
+      look_up_pages(parked());
+    }
   }
 
   __device__ __forceinline__ Cursor<Form>& parked() const { return shared_.fetching[threadIdx.x / kLanes]; }

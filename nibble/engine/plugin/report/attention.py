@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from nibble.engine.plugin.report.compare import Result, compare
 from nibble.engine.plugin.report.formats import generator_of
+from nibble.engine.plugin.report.kernels_used import attention_name
 from nibble.engine.plugin.report.probes import Unknown
 
 BUDGET_S = 1.0  # for further layers of a known kind
@@ -48,11 +49,7 @@ def attention_results(worker: Any) -> Iterator[tuple[Result, Iterable[Result]]]:
 
 def attention_kind(layer: Any) -> str:
     """Backend, heads, window and cache format, which determine the kernel."""
-    backend = (
-        layer.get_attn_backend().get_name()
-        if hasattr(layer, "get_attn_backend")
-        else type(layer).__name__
-    )
+    backend = attention_name(layer) if hasattr(layer, "get_attn_backend") else type(layer).__name__
     if not isinstance(layer, Attention):
         return f"{backend} {type(layer).__name__}"
     heads = f"{layer.num_heads} heads of {layer.head_size} on {layer.num_kv_heads}"

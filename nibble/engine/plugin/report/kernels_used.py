@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from nibble.engine.contract import ATTENTION, FLASH_ATTENTION
 from nibble.engine.contract.report import KernelsUsed
 from nibble.engine.plugin.experts import Experts
 from nibble.engine.plugin.layers import kernel_of
@@ -34,7 +35,7 @@ def what_ran(worker: Any) -> KernelsUsed:
     return {
         "linear": _counted(_linear(module) for model in models for module in model.modules()),
         "moe": _counted(_moe(module) for model in models for module in model.modules()),
-        "attention": _counted(layer.get_attn_backend().get_name() for layer in attention),
+        "attention": _counted(attention_name(layer) for layer in attention),
         "kv_cache_dtype": sorted({_kv_dtype(layer) for layer in attention if _has_cache(layer)}),
         "model_dtype": _short(config.model_config.dtype),
         "stage": get_pp_group().rank_in_group,
@@ -93,6 +94,12 @@ def _moe(module: Any) -> str | None:
     scheme = "nvfp4" if "nvfp4_backend" in backends or isinstance(method, Experts) else "other"
     names = [value.name for value in backends.values()] + [type(experts).__name__]
     return f"{scheme}: {' '.join(names)}"
+
+
+def attention_name(layer: Any) -> str:
+    """The backend that computes a layer's decode steps."""
+    name: str = layer.get_attn_backend().get_name()
+    return FLASH_ATTENTION if name == ATTENTION and layer.impl.refusal else name
 
 
 def _has_cache(layer: Any) -> bool:

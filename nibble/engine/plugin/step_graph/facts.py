@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from nibble.engine.plugin.attention.backend import CutePagedMetadataBuilder
 from nibble.engine.plugin.step_graph.qualify import SamplerTables
 
 # logit bias, penalties, bad words (vllm 0.32 sample/sampler.py:79); a custom one reads the host
@@ -69,7 +70,10 @@ def _is_planned_on_device(builder: Any) -> bool:
         return True
     if type(builder) is GDNAttentionMetadataBuilder:
         return builder.use_full_cuda_graph and not builder.use_spec_decode
-    if type(builder) is not FlashAttentionMetadataBuilder:
+    if type(builder) is CutePagedMetadataBuilder:
+        if not builder.plans_on_host:
+            return True
+    elif type(builder) is not FlashAttentionMetadataBuilder:
         return False
     return not builder.aot_schedule or builder.aot_sliding_window in (None, (-1, -1))
 
