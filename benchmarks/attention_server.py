@@ -71,11 +71,12 @@ def main() -> int:
     }
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for (
-            side
-        ) in SIDES:  # one after the other: the second one takes the first one's compiled code
+        for side in SIDES:
             servers[side] = start(side, options)
-            wait_until_ready(PORTS[side], servers[side])
+            if options.questions:  # each measures the memory that is left for its KV cache
+                wait_until_ready(PORTS[side], servers[side])
+        for side, server in servers.items():
+            wait_until_ready(PORTS[side], server)
         result["decided"] = {side: decided(side) for side in SIDES}
         if options.questions:
             result["answers"] = compared(options.questions)
