@@ -4,8 +4,8 @@ set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} OMP_NUM_THREADS=8
-step blackwell_cases 120 python3 benchmarks/offline_gpu/blackwell_cases.py /tmp/blackwell_cases.bin
+step blackwell_cases 240 python3 benchmarks/offline_gpu/blackwell_cases.py /tmp/blackwell_cases.bin
 step blackwell_build 200 nvcc -std=c++20 -O3 -fmad=false --expt-relaxed-constexpr -arch=sm_90a -I kernels/src/nibble_kernels/include \
   -I kernels/src/nibble_kernels -o /tmp/blackwell_proof benchmarks/offline_gpu/blackwell_proof.cu
-step blackwell 60 /tmp/blackwell_proof /tmp/blackwell_cases.bin
+step blackwell 120 /tmp/blackwell_proof /tmp/blackwell_cases.bin
 touch /tmp/R/blackwell.done
