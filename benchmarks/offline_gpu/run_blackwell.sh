@@ -8,4 +8,7 @@ step blackwell_cases 240 python3 benchmarks/offline_gpu/blackwell_cases.py /tmp/
 step blackwell_build 200 nvcc -std=c++20 -O3 -fmad=false --expt-relaxed-constexpr -arch=sm_90a -I kernels/src/nibble_kernels/include \
   -I kernels/src/nibble_kernels -o /tmp/blackwell_proof benchmarks/offline_gpu/blackwell_proof.cu
 step blackwell 120 /tmp/blackwell_proof /tmp/blackwell_cases.bin
+step few_multiprocessors_build 120 nvcc -std=c++20 -O3 -fmad=false --expt-relaxed-constexpr -arch=sm_90a -I kernels/src/nibble_kernels/include \
+  -I kernels/src/nibble_kernels -o /tmp/few_multiprocessors benchmarks/offline_gpu/few_multiprocessors.cu
+step few_multiprocessors 60 /tmp/few_multiprocessors
 touch /tmp/R/blackwell.done
