@@ -110,6 +110,16 @@ LOOPS = (
     ),
     *(
         Loop(
+            f"W4A4 experts, {n} tokens a tile",
+            "nvfp4_moe/w4a4.cu",
+            f"8multiply.*bfloat16.*FormILj{n}E",
+            "OMMA",
+            TILE,
+        )
+        for n in (16, 32, 64, 128)
+    ),
+    *(
+        Loop(
             f"FP8{kind}, {8 * n} tokens",
             "fp8_linear/kernel.cu",
             f"bfloat16Lj{n}ELb{b}E",

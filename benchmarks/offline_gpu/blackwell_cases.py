@@ -27,6 +27,16 @@ from tests.support.kernels.kernel_cases import (
     packed_weight,
     values_of,
 )
+from tests.support.kernels.w4a4_experts import (
+    FUNCTIONS,
+    Layer,
+    duplicates,
+    nowhere,
+    of_a_map,
+    one_expert,
+    one_token_each,
+    random_ids,
+)
 
 GLOBAL_SCALE = 1.23e-4
 TILES = 500  # of each kind
@@ -35,6 +45,15 @@ W4A4 = [
     *((17, 264, 1056, 48), (32, 1024, 2048, 48), (32, 136, 4096, 188), (40, 392, 544, 5)),
     *((64, 520, 1184, 132), (100, 272, 416, 3), (128, 1024, 1024, 188), (300, 264, 1056, 132)),
     *((512, 512, 2048, 48), (512, 1032, 512, 188), (33, 8, 32, 48), (129, 3072, 256, 132)),
+]
+EXPERTS = [
+    # Tokens, experts a token, experts, hidden, intermediate; who has which; multiprocessors.
+    *(((1, 8, 128, 512, 192), random_ids, 48), ((16, 16, 64, 512, 256), random_ids, 188)),
+    *(((5, 10, 512, 256, 128), random_ids, 132), ((40, 4, 60, 272, 1408), random_ids, 48)),
+    *(((64, 1, 64, 256, 176), one_token_each, 132), ((130, 1, 64, 272, 144), one_expert, 48)),
+    *(((300, 2, 64, 144, 128), duplicates, 132), ((200, 8, 64, 272, 144), random_ids, 188)),
+    *(((700, 6, 64, 144, 80), of_a_map, 132), ((3, 4, 16, 144, 48), nowhere, 48)),
+    *(((2, 1, 64, 48, 16), random_ids, 188), ((33, 4, 256, 2064, 80), random_ids, 5)),
 ]
 FP8 = [(1, 32, 144), (8, 1024, 4096), (13, 136, 1152), (30, 24, 400), (64, 512, 2064)]
 SPARSE = [(1, 24, 176), (8, 1024, 4096), (13, 32, 1056), (16, 2048, 2000), (40, 520, 5120)]
@@ -122,6 +141,47 @@ def w4a4_cases(file: IO[bytes]) -> None:
         )
 
 
+def experts_cases(file: IO[bytes]) -> None:
+    """Both products apart: the program must compute the intermediate from x, and the output from
+    the intermediate that is given. An error in the first would change codes of the second. The
+    last values are zero where both at once give the same bits as one after the other.
+    """
+    for number, (shape, choose, multiprocessors) in enumerate(EXPERTS):
+        function, gated = (("silu", True), ("gelu_tanh", True), ("relu2", False))[number % 3]
+        is_biased = number % 2 == 1
+        if not is_biased:
+            function, gated = "silu", True
+        layer = Layer(
+            *shape, choose=choose, function=function, gated=gated, is_biased=is_biased, seed=number
+        )
+        inner, inner_bound = layer.exact_inner()
+        given = inner.bfloat16()
+        products, bound = layer.exact_products(given)
+        # Each product is rounded to bfloat16 before they are added up in float32.
+        token, size = layer.order // layer.topk, torch.zeros(layer.tokens, layer.hidden).double()
+        out, allowed = size.clone(), size.clone()
+        out.index_add_(0, token, products)
+        allowed.index_add_(0, token, bound)
+        size.index_add_(0, token, products.abs())
+        allowed += bound_of(size, out, torch.bfloat16)
+        weights = [
+            part
+            for which, prepared in enumerate(layer.prepared)
+            for part in (*prepared[:3], layer.input_scales[which], layer.biases[which])
+        ]
+        options = [FUNCTIONS.index(function), gated, multiprocessors, len(layer.order)]
+        write(
+            file,
+            "experts",
+            f"{' x '.join(map(str, shape))}, {choose.__name__}, {multiprocessors} blocks,"
+            f" {function}, biased {is_biased}",
+            [*shape[:4], False, shape[4], *options],
+            [layer.x, layer.ids, layer.router, *weights, torch.tensor(layer.activation), given],
+            torch.cat([inner.flatten(), out.flatten(), torch.zeros(out.numel())]),
+            torch.cat([inner_bound.flatten(), allowed.flatten(), torch.zeros(out.numel())]),
+        )
+
+
 def fp8_cases(file: IO[bytes]) -> None:
     for number, shape in enumerate(FP8):
         for kind in fp8.KINDS:
@@ -200,5 +260,6 @@ if __name__ == "__main__":
     with Path(sys.argv[1]).open("wb") as output:
         tile_cases(output)
         w4a4_cases(output)
+        experts_cases(output)
         fp8_cases(output)
         sparse_cases(output)

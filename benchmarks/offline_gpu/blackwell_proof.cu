@@ -13,6 +13,7 @@
 #include "fp8_linear/small_launch.cuh"
 #include "nibble/mma_fp4.cuh"
 #include "nvfp4_linear/w4a4_launch.cuh"
+#include "nvfp4_moe/w4a4_launch.cuh"
 #include "nvfp4_sparse/launch.cuh"
 
 namespace {
@@ -116,6 +117,14 @@ void run_tiles(const Case& from, void* out) {
   check(cudaGetLastError(), "tiles");
 }
 
+// A temporary buffer, as large as any case needed.
+void* work_of(size_t bytes) {
+  static void* work = nullptr;
+  static size_t most = 0;
+  if (bytes > most) check(cudaMalloc(&work, most = bytes), "malloc");
+  return work;
+}
+
 // Numbers: tokens, outputs, columns, silu_mul, is float16, multiprocessors.
 void run_w4a4(const Case& from, void* out) {
   using namespace nibble::w4a4;
@@ -129,13 +138,83 @@ void run_w4a4(const Case& from, void* out) {
   p.tokens = static_cast<uint32_t>(from.numbers[0]);
   p.columns = static_cast<uint32_t>(from.numbers[2]);
   const uint32_t blocks = divide(p, static_cast<uint32_t>(from.numbers[5]));
-  static void* work = nullptr;
-  static size_t bytes = 0;
-  const size_t needed = part_bytes(p.tokens, blocks) + flag_bytes(blocks);
-  if (needed > bytes) check(cudaMalloc(&work, bytes = needed), "malloc");
+  void* const work = work_of(part_bytes(p.tokens, blocks) + flag_bytes(blocks));
   check(from.numbers[4] ? launch<__half>(p, blocks, work, nullptr)
                         : launch<__nv_bfloat16>(p, blocks, work, nullptr),
         "w4a4");
+}
+
+// Numbers: tokens, experts a token, experts, hidden, is float16 (never), intermediate, function, gated,
+// multiprocessors, pairs with an expert here. Inputs: x, ids, weights; codes, scales, global scales, input scales
+// and bias of w13 and of w2; limit, alpha and beta; the intermediate. Calls f(launches, temporary buffer) with
+// launches that write to `out`.
+template <class F>
+void with_experts(const Case& from, void* out, F&& f) {
+  using namespace nibble::w4a4_experts;
+  const auto number = [&](size_t i) { return static_cast<uint32_t>(from.numbers[i]); };
+  const uint32_t hidden = number(3), inner = number(5);
+  const bool gated = number(7) != 0;
+  const auto weight_of = [&](size_t first, uint32_t outputs, uint32_t columns) {
+    Weight weight{at<uint8_t>(from, first),    at<uint8_t>(from, first + 1), at<float2>(from, first + 2),
+                  at<float>(from, first + 3), at<void>(from, first + 4),    outputs,
+                  columns};
+    divide(weight);
+    return weight;
+  };
+  float limits[3];
+  std::memcpy(limits, from.inputs[13].bytes.data(), sizeof(limits));
+  const Layer layer{at<uint4>(from, 0),
+                    at<int32_t>(from, 1),
+                    at<float>(from, 2),
+                    static_cast<uint4*>(out),
+                    number(0),
+                    number(1),
+                    number(2),
+                    weight_of(3, gated ? 2 * inner : inner, hidden),
+                    weight_of(8, hidden, inner),
+                    {static_cast<nibble::experts::Function>(number(6)), gated, limits[0], limits[1], limits[2]}};
+  for_form(tokens_of_a_tile(layer.pairs(), layer.experts), [&]<class Form>(Form) {
+    const Launches<__nv_bfloat16, Form, nibble::Instructions> launches(layer, number(8));
+    f(launches, work_of(launches.bytes()));
+  });
+}
+
+// NaN where two results differ.
+__global__ void mark_differences(const uint16_t* a, const uint16_t* b, uint16_t* to, uint32_t count) {
+  const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) to[i] = a[i] == b[i] ? 0 : 0x7fff;
+}
+
+void run_experts_at_once(const Case& from, void* out) {
+  with_experts(from, out, [](const auto& launches, void* work) { check(launches.all(work, nullptr), "experts"); });
+}
+
+// Three results: the intermediate that follows from x; the output that follows from the given one; zero where
+// overlapping launches give the output that they give one after the other.
+void run_experts(const Case& from, void* out) {
+  const size_t inner = from.numbers[9] * from.numbers[5], count = from.numbers[0] * from.numbers[3];
+  uint16_t* const results = static_cast<uint16_t*>(out);
+  uint16_t *apart, *at_once;
+  check(cudaMalloc(&apart, count * 2), "malloc");
+  check(cudaMalloc(&at_once, count * 2), "malloc");
+  for (const bool is_given : {false, true}) {
+    with_experts(from, is_given ? results + inner : apart, [&](const auto& launches, void* work) {
+      void* const place = static_cast<char*>(work) + launches.workspace().inner;
+      check(launches.route(work, nullptr), "route");
+      check(cudaDeviceSynchronize(), "route");
+      check(launches.first(work, nullptr), "first product");
+      check(cudaMemcpy(results, place, inner * 2, cudaMemcpyDeviceToDevice), "intermediate");
+      if (is_given && inner)
+        check(cudaMemcpy(place, at<void>(from, 14), inner * 2, cudaMemcpyDeviceToDevice), "given");
+      check(launches.second(work, nullptr), "second product");
+      check(cudaDeviceSynchronize(), "experts");
+    });
+  }
+  run_experts_at_once(from, at_once);
+  mark_differences<<<count / 256 + 1, 256>>>(apart, at_once, results + inner + count, count);
+  check(cudaGetLastError(), "differences");
+  check(cudaFree(apart), "free");
+  check(cudaFree(at_once), "free");
 }
 
 // Numbers: tokens, outputs, columns, blockwise, is float16, one scale of x, one scale of the weight.
@@ -206,7 +285,11 @@ float time_of(const Case& from, void (*run)(const Case&, void*), void* out) {
 }
 
 bool prove(Case& of) {
-  const auto run = of.op == "tiles" ? run_tiles : of.op == "w4a4" ? run_w4a4 : of.op == "fp8" ? run_fp8 : run_sparse;
+  const auto run = of.op == "tiles"     ? run_tiles
+                   : of.op == "w4a4"    ? run_w4a4
+                   : of.op == "experts" ? run_experts
+                   : of.op == "fp8"     ? run_fp8
+                                        : run_sparse;
   const size_t bytes = of.expected.size() * (of.op == "tiles" ? 4 : 2);
   void* out;
   check(cudaMalloc(&out, bytes), "malloc");
@@ -228,7 +311,7 @@ bool prove(Case& of) {
     check(cudaMemcpy(again.data(), out, bytes, cudaMemcpyDeviceToHost), "replay");
     different += again != found;
   }
-  const float microseconds = time_of(of, run, out);
+  const float microseconds = time_of(of, of.op == "experts" ? run_experts_at_once : run, out);
   std::printf("{\"op\": \"%s\", \"case\": \"%s\", \"values\": %zu, \"wrong\": %zu, \"worst_of_bound\": %.4f, "
               "\"replays\": %d, \"replays_that_differ\": %zu, \"microseconds\": %.2f}\n",
               of.op.c_str(), of.name.c_str(), of.expected.size(), wrong, worst, replays, different,

@@ -19,6 +19,9 @@ ROWS = (1, 4, 8, 16, 17, 33, 64, 65, 200, 1024)
 # Humming compiles for each shape and number of rows, which takes most of a first self-test.
 VLLM_ROWS = VLLM_TIMED_ROWS = (1, 64)
 TIMED_ROWS = (1, 16, 64)
+# W4A4 takes columns in 32s; on GPUs before SM12x its products are emulated.
+W4A4_SHAPES: tuple[Shape, ...] = ((4096, 4096), (1536, 2048), (1032, 1568))
+W4A4_ROWS = (1, 17, 33, 65, 200, 512)
 EXPERT_SHAPES: tuple[Shape, ...] = ((8, 2, 1024, 768, 2), (8, 2, 512, 256, 2))
 EXPERT_ROWS = (1, 16, 60, 160)
 HEAD_SHAPES: tuple[Shape, ...] = ((4000, 1024),)
@@ -59,6 +62,7 @@ def _gpu(target: Target, gpus: int, with_vllm: bool) -> Iterable[Trial]:
     yield Trial("conversions", "conversions", "conversions", "cuda")
     for kernel in OUR_PARTS:
         yield Trial(kernel, "linear", kernel, "cuda", GPU_SHAPES, ROWS, TIMED_ROWS)
+    yield Trial("w4a4", "linear", "w4a4:fp4", "cuda", W4A4_SHAPES, W4A4_ROWS, TIMED_ROWS[2:])
     yield Trial(OUR_EXPERTS, "experts", OUR_EXPERTS, "cuda", EXPERT_SHAPES, EXPERT_ROWS)
     yield Trial("quantize", "quantize", "quantize", "cuda", CPU_SHAPES, CPU_ROWS)
     for kernel in vllm_kernels(target) if with_vllm else ():

@@ -344,25 +344,46 @@ def test_fp4_products_are_instructions_where_the_target_has_them(
     assert found[True] == ({SPARSE_OMMA: 1} if arch == "121a" else {"HMMA.16816.F32": 8})
 
 
+W4A4 = [  # sources, kernels, and how many of them multiply
+    ("nvfp4_linear/w4a4.cu", 6, 6),
+    ("nvfp4_moe/w4a4.cu", 14, 4),
+]
+
+
+def w4a4_tokens(name: str) -> int:
+    """Tokens of a tile of a W4A4 kernel that multiplies, else 0."""
+    form = re.search(r"8multiplyI.*FormILj(\d+)E", name)
+    return int(form[1]) if form else 0
+
+
 @pytest.mark.parametrize("arch", ["120f", "121a"])
-def test_the_w4a4_kernel_is_compiled_to_what_it_counts_on(arch: str, compile_for: Compiler) -> None:
+@pytest.mark.parametrize(("source", "count", "multiplying"), W4A4)
+def test_the_w4a4_kernels_are_compiled_to_what_they_count_on(
+    arch: str, source: str, count: int, multiplying: int, compile_for: Compiler
+) -> None:
     """Two products for each 8 tokens, bulk copies, no spills; the shared memory is asserted in
-    w4a4.cuh.
+    w4a4.cuh. Those of experts begin while the kernel before them ends.
     """
-    _, cubin = compile_for(arch, "nvfp4_linear/w4a4.cu")
-    assert_nothing_spilled(cubin, 6)
+    _, cubin = compile_for(arch, source)
+    assert_nothing_spilled(cubin, count)
+    found = [name for name in products_of(cubin) if w4a4_tokens(name)]
+    assert len(found) == multiplying
     for name, body in sass_functions(cubin):
-        form = re.search(r"FormILj(\d+)E", name)
-        assert form and products_of(cubin)[name] == {OMMA: int(form[1]) // 4}, name
-        assert "UBLKCP" in body and "SYNCS.PHASECHK" in body, name
+        if tokens := w4a4_tokens(name):
+            assert products_of(cubin)[name] == {OMMA: tokens // 4}, name
+            assert "UBLKCP" in body and "SYNCS.PHASECHK" in body, name
+        else:
+            assert not products_of(cubin)[name], name
+        assert ("ACQBULK" in body and "PREEXIT" in body) == ("experts" in name), name
 
 
 @pytest.mark.slow
-def test_the_emulated_w4a4_kernel_multiplies_in_f16(compile_for: Compiler) -> None:
-    _, cubin = compile_for("90a", "nvfp4_linear/w4a4.cu")
+@pytest.mark.parametrize("source", [source for source, *_ in W4A4])
+def test_the_emulated_w4a4_kernels_multiply_in_f16(source: str, compile_for: Compiler) -> None:
+    _, cubin = compile_for("90a", source)
     for name, products in products_of(cubin).items():
-        form = re.search(r"FormILj(\d+)E", name)
-        assert form and products == {"HMMA.16816.F32": int(form[1])}, name
+        tokens = w4a4_tokens(name)
+        assert products == ({"HMMA.16816.F32": tokens} if tokens else {}), name
 
 
 @pytest.mark.parametrize("arch", SM12X_AND_ONE_SLOW)

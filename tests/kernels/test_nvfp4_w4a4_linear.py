@@ -71,6 +71,19 @@ def test_what_comes_before_is_quantized_with_it(kernels: ModuleType) -> None:
     assert_same_bits(normed, (product(*quantized), quantized[2]))
 
 
+def test_the_self_test_compares_it(kernels: ModuleType) -> None:
+    from nibble.trials.worker.kernels import prepare, stored_activations
+    from nibble.trials.worker.truth import Truth, random_weight
+    from nibble.trials.worker.truth import activations as normal
+
+    weight = random_weight((136, 160), "cpu")
+    trial, x = prepare("w4a4:fp4", weight), normal(19, 160, "cpu")
+    for factor, is_right in ((1.0, True), (1.1, False)):
+        y = trial.product(x) * factor
+        fault, _ = Truth(weight).fault(y, x, trial.form, stored_activations(x, trial.form))
+        assert (fault == "") == is_right
+
+
 def test_what_it_does_not_take_is_named(kernels: ModuleType) -> None:
     from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_product
 

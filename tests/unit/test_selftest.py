@@ -64,7 +64,8 @@ def test_a_healthy_gpu_passes_and_its_results_are_kept_for_plans(machine: Machin
     report = machine.selftest()
     assert report.exit_code == 0 and not report.findings
     names = {trial.name for trial in machine.trials}
-    assert {"decode", "warpgroup", "experts", "vllm:auto:bf16", "vllm:humming:bf16"} <= names
+    assert {"decode", "warpgroup", "w4a4", "experts"} <= names
+    assert {"vllm:auto:bf16", "vllm:humming:bf16"} <= names
     kept = open_record(machine.folder, report.place, print)
     assert kept.outcomes.keys() == names and report.states[0].startswith("GPU 0: P0, 1980")
     assert report.memory["gpu_free_bytes"] == HOPPER.gpus[0].memory_free_bytes

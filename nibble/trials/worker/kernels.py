@@ -85,6 +85,21 @@ def _warpgroup(weight: Weight) -> Prepared:
     return replace(prepared, least_rows=MAX_DECODE_ROWS_SM90 + 1, most_rows=MAX_WARPGROUP_ROWS)
 
 
+def _w4a4(weight: Weight) -> Prepared:
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_linear
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
+
+    _require_compiled(weight)
+    inverse = torch.tensor([1 / INPUT_SCALE], device=weight.codes.device)
+    scale = weight.global_scale * INPUT_SCALE
+    tensors = prepare_weight(weight.codes, weight.scales, native=True)
+
+    def product(used: Any) -> Product:
+        return lambda x: nvfp4_w4a4_linear(x, inverse, used, scale)
+
+    return replace(_of(tensors, product), form="fp4")
+
+
 def _dequantized(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
 
@@ -129,6 +144,7 @@ def _of(tensors: Any, product: Callable[[Any], Product]) -> Prepared:
 _OURS: dict[str, Callable[[Weight], Prepared]] = {
     "decode": _decode,
     "warpgroup": _warpgroup,
+    "w4a4:fp4": _w4a4,
     "dequantized": _dequantized,
     "nibble": _whole,
 }

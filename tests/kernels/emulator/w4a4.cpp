@@ -14,11 +14,12 @@ void run(Problem p, uint32_t blocks) {
   const float nan = __uint_as_float(~0u);
   std::vector<float4> parts(size_t{blocks} * Form::kSlots * kLanes, {nan, nan, nan, nan});
   std::vector<uint32_t> flags(blocks * kWarps);
-  p.parts = parts.data();
-  p.flags = flags.data();
+  p.shares = {parts.data(), flags.data()};
   for (uint32_t block = 0; block < blocks; ++block) {
     run_cluster(1, kThreads, Form::kSharedBytes, block, blocks, [&](uint4* memory) {
-      Multiplier<T, Form>{p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))}.run();
+      Multiplier<Form, Matrix<T, Form>>{{p},
+                                        nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))}
+          .run();
     });
   }
 }

@@ -4,6 +4,9 @@
 // A thread block multiplies 128 rows of the weight by a tile of tokens. One warp fetches 128 columns at a time
 // in bulk; eight others have 16 rows each. All chunks of all units are divided in equal ranges, one for each
 // block. Elsewhere products are emulated (nibble/mma_fp4.cuh).
+//
+// Multiplier is the loop. Its argument Rows says where a tile's rows come from and where their sums go:
+// Matrix here, ExpertRows in nvfp4_moe/w4a4.cuh.
 #pragma once
 
 #include "nibble/mma_fp4.cuh"
@@ -28,24 +31,30 @@ constexpr uint32_t kXRowBytes = kChunk / 2;          // of a token's codes in a 
 constexpr uint32_t kXTileBytes = 512;                // scales of 128 tokens in 64 columns: scale_layout.h
 constexpr uint32_t kXTileTokens = 128;
 
-template <uint32_t Tokens, uint32_t Stages>
+// ScaleBytes: of x's scales in a stage.
+template <uint32_t Tokens, uint32_t Stages, uint32_t ScaleBytes = 2 * kXTileBytes>
 struct Form {
   static_assert(kXTileTokens % Tokens == 0 && Tokens % (2 * kTokenGroup) == 0);
   static constexpr uint32_t kTokens = Tokens, kStages = Stages, kTokenGroups = Tokens / kTokenGroup;
   static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kXBytes = Tokens * kXRowBytes;
-  static constexpr uint32_t kStageBytes = kWeightBytes + kXBytes + 2 * kXTileBytes;
+  static constexpr uint32_t kStageBytes = kWeightBytes + kXBytes + ScaleBytes;
   static constexpr uint32_t kSharedBytes = kStages * (kStageBytes + 2 * 8);
   static constexpr uint32_t kSlots = kTokenGroups * kWarps;  // of 32 float4: a unit's sums
+  static_assert(kSharedBytes <= w4a4::kSharedBytes);
 };
 using Few = Form<32, 8>;
 using Some = Form<64, 7>;
 using Many = Form<128, 5>;
-static_assert(Few::kSharedBytes <= kSharedBytes && Some::kSharedBytes <= kSharedBytes &&
-              Many::kSharedBytes <= kSharedBytes);
 
 // How sums become results: output.cuh.
 struct Products {
   static constexpr float kUnit = 1.0f;
+};
+
+// A block's part of a unit that another began, [blocks, slots, 32], and whether it is there, [blocks, warps].
+struct Shares {
+  float4* parts;
+  uint32_t* flags;
 };
 
 struct Problem {
@@ -55,24 +64,101 @@ struct Problem {
   warpgroup::Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles;
-  // A block's part of a unit that another began, [blocks, slots, 32], and whether it is there, [blocks,
-  // warps].
-  float4* parts;
-  uint32_t* flags;
+  Shares shares;
 
   NIBBLE_FUNCTION uint32_t units() const { return row_blocks * token_tiles; }
 };
 
+// Scales of eight blocks, as two words, in the order of an instruction.
+__device__ __forceinline__ uint32_t in_order(uint32_t low, uint32_t high, bool second) {
+  return __byte_perm(low, high, second ? 0x7362 : 0x5140);
+}
+
+// Rows of one matrix.
 template <class T, class Form>
-struct Multiplier {
-  using Sums = float[Form::kTokenGroups][4];
+struct Matrix {
+  struct Unit {
+    uint32_t first_group, first_token;
+  };
 
   const Problem& p;
+  const uint32_t k_tiles = (p.columns / 16 + kTileBlocks - 1) / kTileBlocks;
+
+  __device__ __forceinline__ Shares shares() const { return p.shares; }
+  __device__ __forceinline__ uint32_t units() const { return p.units(); }
+  __device__ __forceinline__ uint32_t chunks() const { return p.chunks; }
+  __device__ __forceinline__ Unit unit(uint32_t number) const {
+    return {number / p.token_tiles * kGroups, number % p.token_tiles * Form::kTokens};
+  }
+  __device__ __forceinline__ uint32_t groups(const Unit& unit) const {
+    return min(kGroups, p.groups - unit.first_group);
+  }
+  __device__ __forceinline__ size_t weight_group(const Unit& unit) const { return unit.first_group; }
+  __device__ __forceinline__ const uint8_t* codes() const { return p.codes; }
+  __device__ __forceinline__ const uint8_t* scales() const { return p.scales; }
+
+  // Bytes of a chunk, and their copies, which the lanes from 16 on begin: lane 16 that of the scales. What is
+  // past the last token is left as it was: nothing looks at its sums.
+  __device__ __forceinline__ uint32_t row_bytes(uint32_t chunk) const {
+    return min(kXRowBytes, p.columns / 2 - chunk * kXRowBytes);
+  }
+  __device__ __forceinline__ bool has_second_tile(uint32_t chunk) const { return 2 * chunk + 1 < k_tiles; }
+  __device__ __forceinline__ uint32_t scale_bytes(uint32_t chunk) const {
+    return has_second_tile(chunk) ? 2 * kXTileBytes : kXTileBytes;
+  }
+  __device__ __forceinline__ uint32_t tokens(const Unit& unit) const {
+    return min(Form::kTokens, p.tokens - unit.first_token);
+  }
+  __device__ __forceinline__ uint32_t x_bytes(const Unit& unit, uint32_t chunk) const {
+    return tokens(unit) * row_bytes(chunk) + scale_bytes(chunk);
+  }
+  __device__ __forceinline__ void fetch_x(const Unit& unit, uint32_t chunk, SharedPlace to,
+                                          SharedPlace barrier) const {
+    const uint32_t lane = threadIdx.x % kLanes, count = tokens(unit), bytes = row_bytes(chunk);
+    if (lane == 2 * kGroups) {
+      const size_t tile = size_t{unit.first_token / kXTileTokens} * k_tiles + 2 * chunk;
+      instruction::copy_bulk(to + Form::kXBytes, p.x_scales + tile * kXTileBytes, scale_bytes(chunk),
+                             barrier);
+    }
+    for (uint32_t i = lane; i < count; i += kLanes) {
+      instruction::copy_bulk(to + i * kXRowBytes,
+                             p.x + size_t{unit.first_token + i} * (p.columns / 2) + chunk * kXRowBytes,
+                             bytes, barrier);
+    }
+  }
+
+  // A token's scales for the first or second instruction.
+  __device__ __forceinline__ uint32_t scales_of(SharedPlace x_scales, const Unit& unit, uint32_t chunk,
+                                                uint32_t token, bool second) const {
+    const uint32_t in_tile = unit.first_token % kXTileTokens + token;
+    const SharedPlace place = x_scales + in_tile % 32 * 16 + in_tile / 32 * 4;
+    return in_order(instruction::load_shared_word(place),
+                    has_second_tile(chunk) ? instruction::load_shared_word(place + kXTileBytes) : 0, second);
+  }
+
+  __device__ __forceinline__ void write(const Unit& unit, uint32_t warp,
+                                        const float (&sums)[Form::kTokenGroups][4]) const {
+#pragma unroll
+    for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
+      warpgroup::write<T, Products>(p.output, p.tokens, unit.first_group + warp,
+                                    unit.first_token + i * kTokenGroup,
+                                    make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
+    }
+  }
+};
+
+template <class Form, class Rows>
+struct Multiplier {
+  using Sums = float[Form::kTokenGroups][4];
+  using Unit = typename Rows::Unit;
+
+  const Rows rows;
   const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x, x's scales; barriers
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const uint32_t k_tiles = (p.columns / 16 + kTileBlocks - 1) / kTileBlocks;
+  const uint32_t chunks = rows.chunks(), all_chunks = rows.units() * chunks,
+                 blocks = min(gridDim.x, all_chunks);
   // The last blocks begin, so that whom a block waits for has begun before it.
-  const uint32_t range = gridDim.x - 1 - blockIdx.x;
+  const uint32_t range = blocks - 1 - blockIdx.x;
 
   __device__ __forceinline__ SharedPlace stage(uint32_t i) const { return shared + i * Form::kStageBytes; }
   __device__ __forceinline__ SharedPlace full(uint32_t i) const {
@@ -86,63 +172,49 @@ struct Multiplier {
     __device__ __forceinline__ uint32_t parity() const { return phases >> stage & 1; }
   };
   __device__ __forceinline__ uint32_t range_begin(uint32_t i) const {
-    return static_cast<uint32_t>(uint64_t{i} * p.units() * p.chunks / gridDim.x);
+    return static_cast<uint32_t>(uint64_t{i} * all_chunks / blocks);
   }
   __device__ __forceinline__ Place first() const {
     const uint32_t from = range_begin(range);
-    return {from / p.chunks, from % p.chunks, range_begin(range + 1) - from};
+    return {from / chunks, from % chunks, range_begin(range + 1) - from};
   }
   __device__ __forceinline__ void advance(Place& place) const {
     place.phases ^= 1u << place.stage;
     if (++place.stage == Form::kStages) place.stage = 0;
     --place.left;
-    if (++place.chunk == p.chunks) {
+    if (++place.chunk == chunks) {
       place.chunk = 0;
       ++place.unit;
     }
   }
-  __device__ __forceinline__ uint32_t first_group(uint32_t unit) const {
-    return unit / p.token_tiles * kGroups;
-  }
-  __device__ __forceinline__ uint32_t first_token(uint32_t unit) const {
-    return unit % p.token_tiles * Form::kTokens;
-  }
-  __device__ __forceinline__ bool has_second_tile(uint32_t chunk) const { return 2 * chunk + 1 < k_tiles; }
 
   // The fetching warp's share of a chunk: its lanes begin a copy each, so that no thread is the limit. What
-  // is past the last row or token is left as it was: nothing looks at its sums.
-  __device__ __forceinline__ void fetch(const Place& at) const {
-    const uint32_t first_row = first_group(at.unit), token = first_token(at.unit);
-    const uint32_t groups = min(kGroups, p.groups - first_row), tokens = min(Form::kTokens, p.tokens - token);
-    const uint32_t x_bytes = min(kXRowBytes, p.columns / 2 - at.chunk * kXRowBytes);
-    const uint32_t scale_bytes = has_second_tile(at.chunk) ? 2 * kXTileBytes : kXTileBytes;
+  // is past the last row is left as it was: nothing looks at its sums.
+  __device__ __forceinline__ void fetch(const Place& at, const Unit& unit) const {
+    const uint32_t groups = rows.groups(unit);
     const SharedPlace own = stage(at.stage), barrier = full(at.stage);
     if (lane == 0)
-      instruction::arrive_expecting(barrier, groups * kTileBytes + tokens * x_bytes + scale_bytes);
+      instruction::arrive_expecting(barrier, groups * kTileBytes + rows.x_bytes(unit, at.chunk));
     __syncwarp();
     const uint32_t group = lane % kGroups;
-    const size_t tile = size_t{first_row + group} * p.chunks + at.chunk;
+    const size_t tile = (rows.weight_group(unit) + group) * chunks + at.chunk;
     if (group < groups && lane < kGroups) {
-      instruction::copy_bulk(own + group * kCodeBytes, p.codes + tile * kCodeBytes, kCodeBytes, barrier);
+      instruction::copy_bulk(own + group * kCodeBytes, rows.codes() + tile * kCodeBytes, kCodeBytes, barrier);
     } else if (group < groups && lane < 2 * kGroups) {
-      instruction::copy_bulk(own + kGroups * kCodeBytes + group * kScaleBytes, p.scales + tile * kScaleBytes,
-                             kScaleBytes, barrier);
-    } else if (lane == 2 * kGroups) {
-      const size_t x_tile = size_t{token / kXTileTokens} * k_tiles + 2 * at.chunk;
-      instruction::copy_bulk(own + Form::kWeightBytes + Form::kXBytes, p.x_scales + x_tile * kXTileBytes,
-                             scale_bytes, barrier);
+      instruction::copy_bulk(own + kGroups * kCodeBytes + group * kScaleBytes,
+                             rows.scales() + tile * kScaleBytes, kScaleBytes, barrier);
     }
-    for (uint32_t i = lane; i < tokens; i += kLanes) {
-      instruction::copy_bulk(own + Form::kWeightBytes + i * kXRowBytes,
-                             p.x + size_t{token + i} * (p.columns / 2) + at.chunk * kXRowBytes, x_bytes,
-                             barrier);
-    }
+    rows.fetch_x(unit, at.chunk, own + Form::kWeightBytes, barrier);
   }
   __device__ __forceinline__ void fetch_all() const {
-    uint32_t number = 0;
-    for (Place at = first(); at.left != 0; advance(at), ++number) {
-      if (number >= Form::kStages) instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
-      fetch(at);
+    Place at = first();
+    for (uint32_t number = 0; at.left != 0;) {
+      const Unit unit = rows.unit(at.unit);
+      const uint32_t own = at.unit;
+      for (; at.left != 0 && at.unit == own; advance(at), ++number) {
+        if (number >= Form::kStages) instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
+        fetch(at, unit);
+      }
     }
   }
 
@@ -159,12 +231,8 @@ struct Multiplier {
     second[0] = odd ? words.y : x;
     second[1] = odd ? words.w : z;
   }
-  // Scales of eight blocks, as two words, in that order.
-  static __device__ __forceinline__ uint32_t in_order(uint32_t low, uint32_t high, bool second) {
-    return __byte_perm(low, high, second ? 0x7362 : 0x5140);
-  }
 
-  __device__ __forceinline__ void multiply(SharedPlace own, uint32_t unit, uint32_t chunk,
+  __device__ __forceinline__ void multiply(SharedPlace own, const Unit& unit, uint32_t chunk,
                                            Sums& sums) const {
     const uint32_t q = lane / 4, c = lane % 4;
     uint32_t a[2][4], upper[2][2], lower[2][2];
@@ -185,17 +253,12 @@ struct Multiplier {
                                       instruction::load_shared_word(scales + 8), c % 2);
 
     const SharedPlace x = own + Form::kWeightBytes + lane * 16;
-    const uint32_t in_tile = first_token(unit) % kXTileTokens;
     const SharedPlace x_scales = own + Form::kWeightBytes + Form::kXBytes;
-    const bool has_second = has_second_tile(chunk);
 #pragma unroll
     for (uint32_t i = 0; i < Form::kTokenGroups; i += 2) {
       // Lanes 0 and 1 have both instructions' scales of the first eight tokens, the others of the next.
-      const uint32_t token = in_tile + (i + c / 2) * kTokenGroup + q;
-      const SharedPlace place = x_scales + token % 32 * 16 + token / 32 * 4;
       const uint32_t scale_b =
-          in_order(instruction::load_shared_word(place),
-                   has_second ? instruction::load_shared_word(place + kXTileBytes) : 0, c % 2);
+          rows.scales_of(x_scales, unit, chunk, (i + c / 2) * kTokenGroup + q, c % 2);
       uint32_t b[2];
       uint32_t second[2];
       exchange(instruction::load_shared(x + i * (kTokenGroup * kXRowBytes)), b, second);
@@ -217,7 +280,7 @@ struct Multiplier {
     if (lane == 0) instruction::store_release(flag_of(range), 1);
   }
   __device__ __forceinline__ void add_parts(uint32_t unit, Sums& sums) const {
-    for (uint32_t other = range + 1; range_begin(other) < (unit + 1) * p.chunks; ++other) {
+    for (uint32_t other = range + 1; range_begin(other) < (unit + 1) * chunks; ++other) {
       while (instruction::load_acquire(flag_of(other)) == 0) {
       }
       __syncwarp();
@@ -232,36 +295,35 @@ struct Multiplier {
     }
   }
   __device__ __forceinline__ float4* part_of(uint32_t block, uint32_t tokens) const {
-    return p.parts + (size_t{block} * Form::kSlots + tokens * kWarps + warp) * kLanes + lane;
+    return rows.shares().parts + (size_t{block} * Form::kSlots + tokens * kWarps + warp) * kLanes + lane;
   }
-  __device__ __forceinline__ uint32_t* flag_of(uint32_t block) const { return p.flags + block * kWarps + warp; }
+  __device__ __forceinline__ uint32_t* flag_of(uint32_t block) const {
+    return rows.shares().flags + block * kWarps + warp;
+  }
 
   __device__ __forceinline__ void consume() const {
     for (Place at = first(); at.left != 0;) {
       Sums sums = {};
-      const uint32_t unit = at.unit, first_chunk = at.chunk;
+      const uint32_t number = at.unit, first_chunk = at.chunk;
+      const Unit unit = rows.unit(number);
       do {
         instruction::wait_for_phase(full(at.stage), at.parity());
         multiply(stage(at.stage), unit, at.chunk, sums);
         __syncwarp();
         if (lane == 0) instruction::arrive(empty(at.stage));
         advance(at);
-      } while (at.left != 0 && at.unit == unit);
+      } while (at.left != 0 && at.unit == number);
       if (first_chunk != 0) {
         leave_part(sums);
         continue;
       }
-      add_parts(unit, sums);
-#pragma unroll
-      for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
-        warpgroup::write<T, Products>(p.output, p.tokens, first_group(unit) + warp,
-                                      first_token(unit) + i * kTokenGroup,
-                                      make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
-      }
+      add_parts(number, sums);
+      rows.write(unit, warp, sums);
     }
   }
 
   __device__ __forceinline__ void run() const {
+    if (blockIdx.x >= blocks) return;
     if (threadIdx.x == 0) {
       for (uint32_t i = 0; i < Form::kStages; ++i) {
         instruction::init_barrier(full(i), 1);

@@ -13,7 +13,7 @@ namespace nibble::w4a4 {
 template <class T, class Form>
 __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ Problem problem) {
   extern __shared__ uint4 shared[];
-  Multiplier<T, Form>{problem, instruction::shared_place(shared)}.run();
+  Multiplier<Form, Matrix<T, Form>>{{problem}, instruction::shared_place(shared)}.run();
 }
 
 // Calls f(form) with the form for a number of tokens.
@@ -42,9 +42,9 @@ inline size_t flag_bytes(uint32_t blocks) { return size_t{blocks} * kWarps * 4; 
 // Divided for `blocks`; `work` has the bytes of parts and flags.
 template <class T>
 cudaError_t launch(Problem& p, uint32_t blocks, void* work, cudaStream_t stream) {
-  p.parts = static_cast<float4*>(work);
-  p.flags = reinterpret_cast<uint32_t*>(static_cast<char*>(work) + part_bytes(p.tokens, blocks));
-  cudaError_t error = cudaMemsetAsync(p.flags, 0, flag_bytes(blocks), stream);
+  p.shares.parts = static_cast<float4*>(work);
+  p.shares.flags = reinterpret_cast<uint32_t*>(static_cast<char*>(work) + part_bytes(p.tokens, blocks));
+  cudaError_t error = cudaMemsetAsync(p.shares.flags, 0, flag_bytes(blocks), stream);
   if (error != cudaSuccess) return error;
   return for_form(p.tokens, [&]<class Form>(Form) {
     const auto kernel = multiply<T, Form>;

@@ -1,6 +1,7 @@
 // nibble::nvfp4_moe_linear: the launches of route.cuh and grouped.cuh.
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
+#include "nvfp4_moe/add_up.cuh"
 #include "nvfp4_moe/grouped.cuh"
 #include "nvfp4_moe/route.cuh"
 
@@ -49,27 +50,14 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
 
 constexpr uint32_t kSumThreads = 128;
 
-// out[token] = the sum of its experts' products, in the order of its choices.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
     add_up(const __grid_constant__ Routing routing, const uint4* products, uint4* out, uint32_t tokens,
            uint32_t topk, uint32_t pieces) {
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();
-  const uint32_t at = blockIdx.x * kSumThreads + threadIdx.x, token = at / pieces,
-                 piece = at - token * pieces;
-  if (token >= tokens) return;
-  float sums[8] = {};
-  for (uint32_t i = 0; i < topk; ++i) {
-    const uint32_t pair = token * topk + i;
-    if (!routing.is_here(routing.ids[pair])) continue;
-    const uint4 more = __ldcg(products + size_t{pair} * pieces + piece);
-    const T* const values = reinterpret_cast<const T*>(&more);
-#pragma unroll
-    for (uint32_t k = 0; k < 8; ++k) sums[k] += to_float(values[k]);
-  }
-  out[at] = make_uint4(pair_of(T(), sums[0], sums[1]), pair_of(T(), sums[2], sums[3]),
-                       pair_of(T(), sums[4], sums[5]), pair_of(T(), sums[6], sums[7]));
+  add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, routing.ids, routing.experts, products, out,
+                  tokens, topk, pieces);
 }
 
 struct Run {

@@ -72,6 +72,11 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
   return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)};
 }
 
+inline float2 __half22float2(__half2 x) { return {__half2float(x.low), __half2float(x.high)}; }
+
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline uint32_t __popc(uint32_t bits) { return static_cast<uint32_t>(std::popcount(bits)); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
   uint32_t result = 0;
@@ -132,6 +137,24 @@ T __shfl_sync(uint32_t, T value, uint32_t from) {
 }
 inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, uint32_t mask) {
   return __shfl_sync(lanes, value, threadIdx.x % 32 ^ mask);
+}
+
+inline float __shfl_xor_sync(uint32_t lanes, float value, uint32_t mask) {
+  return __uint_as_float(__shfl_xor_sync(lanes, __float_as_uint(value), mask));
+}
+template <class T>
+T __shfl_up_sync(uint32_t lanes, T value, uint32_t by) {
+  const uint32_t own = threadIdx.x % 32;
+  return __shfl_sync(lanes, value, own < by ? own : own - by);
+}
+inline uint32_t __match_any_sync(uint32_t, int32_t value) {
+  emulated_lane(threadIdx.x % 32).shuffled = static_cast<uint32_t>(value);
+  meet_warp();
+  uint32_t alike = 0;
+  for (uint32_t lane = 0; lane < 32; ++lane)
+    alike |= uint32_t{emulated_lane(lane).shuffled == static_cast<uint32_t>(value)} << lane;
+  meet_warp();
+  return alike;
 }
 
 inline bool __any_sync(uint32_t, bool is_so) {

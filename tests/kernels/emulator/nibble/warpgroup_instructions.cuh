@@ -82,6 +82,10 @@ void begin_copy(SharedPlace barrier, uint32_t bytes, F&& f) {
   }
 }
 inline void copy_bulk(SharedPlace to, const void* from, uint32_t bytes, SharedPlace barrier) {
+  if (bytes % 16 != 0 || offset_of(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+    std::fprintf(stderr, "a bulk copy is not of 16 bytes\n");
+    std::abort();
+  }
   begin_copy(barrier, bytes, [=] { std::memcpy(to, from, bytes); });
 }
 inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y, SharedPlace barrier) {
