@@ -63,6 +63,10 @@ class Figure:
     @property
     def in_readme(self) -> tuple[str, str]:
         return tuple(f"{value:.{self.digits}f}" for value in (self.ours, self.theirs))  # type: ignore
+SERVERS = {
+    "serve_load_8b_h200.json": "8B shape",
+    "serve_load_30b_a3b_h200.json": "30B-A3B shape",
+}  # default settings on both sides
 
 
 def load(name: str) -> dict[str, Any]:
@@ -81,12 +85,12 @@ def figures() -> Iterator[Figure]:
         if (row["model"], row["streams"]) == ("dense2", 8):
             yield Figure("time between tokens, two layers, 8 streams", "ms", row["nibble_ms"],
                          row["stock_ms"], "vLLM", False, "H200", name, 2)  # fmt: skip
-    name = "serve_load_8b_h200.json"
-    for row in load(name)["rows"]:
-        if row["prompt_tokens"] == row["output_tokens"] == 256:
-            yield Figure(f"tokens/s, 8B shape, {row['streams']} stream(s)", "tokens/s",
-                         row["nibble"]["tokens_per_s"], row["stock"]["tokens_per_s"], "vLLM", True,
-                         "H200", name, 0)  # fmt: skip
+    for name, shape in SERVERS.items():
+        for row in load(name)["rows"]:
+            if row["prompt_tokens"] == row["output_tokens"] == 256:
+                yield Figure(f"tokens/s, {shape}, {row['streams']} stream(s)", "tokens/s",
+                             row["nibble"]["tokens_per_s"], row["stock"]["tokens_per_s"], "vLLM",
+                             True, "H200", name, 0)  # fmt: skip
     name = "cpu_llama.json"
     for row in load(name)["rows"]:
         if (row["model"], row["cores"], row["what"]) == ("1.7b", 2, "decode 1"):
