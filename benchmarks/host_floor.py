@@ -39,7 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 RESULT = ROOT / "benchmarks" / "results" / "host_floor_h200.json"
-# hidden, intermediate, layers, heads, KV heads, experts
+# hidden, intermediate, layers, heads, KV heads, experts, and of a token (2)
 SHAPES = {
     "dense2": (4096, 12288, 2, 32, 8, 0),
     "bf16": (2048, 6144, 2, 16, 8, 0),
@@ -49,6 +49,7 @@ SHAPES = {
     "4b": (2560, 9728, 36, 32, 8, 0),
     "8b": (4096, 12288, 36, 32, 8, 0),
     "30b-a3b": (2048, 768, 48, 32, 4, 128, 8),
+    "35b-a3b": (2048, 512, 40, 16, 2, 256, 8),
 }
 STREAMS = (1, 8, 16, 32, 64)
 VOCABULARY = 151936
@@ -73,7 +74,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     for name in options.shapes if options.write else ():
-        write_shape(options.write / name, *SHAPES[name])
+        write_shape(options.write / name, name)
     if not options.models:
         return 0
     from machine import machine
@@ -94,25 +95,22 @@ def main() -> int:
     return 0
 
 
-def write_shape(
-    folder: Path,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv: int,
-    experts: int,
-    chosen: int = 2,
-) -> None:
-    """A checkpoint with the demo's tokenizer and random weights."""
+def write_shape(folder: Path, name: str, layers: int = 0) -> None:
+    """A checkpoint of SHAPES[name] with the demo's tokenizer and random weights; layers: other than
+    the shape's.
+    """
+    from tests.support.models.generated_hybrid import HybridShape
     from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
-    sizes = (hidden, intermediate, layers, heads, kv, 128, VOCABULARY, experts, chosen)
-    form = "bf16" if folder.name == "bf16" else "modelopt"
-    if folder.name == "hybrid2":
+    hidden, intermediate, all_layers, heads, kv, experts, *chosen = SHAPES[name]
+    form = "bf16" if name == "bf16" else "modelopt"
+    if name == "hybrid2":
         write_hybrid(folder, hidden, intermediate, heads, kv)
     else:
-        write_checkpoint(folder, Shape(*sizes), form, w4a4=form != "bf16")
+        kind, head_dim = (HybridShape, 256) if name == "35b-a3b" else (Shape, 128)
+        sizes = (hidden, intermediate, layers or all_layers, heads, kv, head_dim, VOCABULARY)
+        shape = kind(*sizes, experts, *chosen)
+        write_checkpoint(folder, shape, form, w4a4=form != "bf16")
     for path in (ROOT / "models" / "nibble-demo-nvfp4").iterdir():
         if path.name.startswith("tokenizer") or path.suffix == ".jinja":
             shutil.copy(path, folder)

@@ -63,6 +63,8 @@ class Figure:
     @property
     def in_readme(self) -> tuple[str, str]:
         return tuple(f"{value:.{self.digits}f}" for value in (self.ours, self.theirs))  # type: ignore
+
+
 SERVERS = {
     "serve_load_8b_h200.json": "8B shape",
     "serve_load_30b_a3b_h200.json": "30B-A3B shape",

@@ -4,7 +4,8 @@
     python benchmarks/serve_load.py --model FOLDER [--measure-s 60] [--when FILE …] [--logs DIR]
         [--streams 1 4 …] [--prompts 8 64 …] [--out benchmarks/results/serve_load_8b_h200.json]
 
---shape 30b-a3b has Qwen3-30B-A3B's experts; with NIBBLE_MOE_KERNEL=nibble they are nibble's.
+--shape 30b-a3b has Qwen3-30B-A3B's experts, 35b-a3b those of Qwen3.6-35B-A3B with its linear
+attention.
 
 Both servers run at the same time on one GPU and answer in turns. Each gets its KV cache in bytes
 and a part of the memory, so that both fit, and a port from LOAD_FIRST_PORT (9111) on. The model has
@@ -56,7 +57,10 @@ SIDES = ("stock", "nibble")
 FIRST_PORT = int(os.environ.get("LOAD_FIRST_PORT", "9111"))  # several may run on one machine
 PORTS = {"stock": FIRST_PORT, "nibble": FIRST_PORT + 1}
 CONTROL_PORT = FIRST_PORT + 2
-GOAL_RATIO = {1: 2.0, 4: 2.0, 8: 1.9, 16: 1.8, 32: 1.5, 64: 1.25}
+GOALS = {
+    "dense": {1: 2.0, 4: 2.0, 8: 1.9, 16: 1.8, 32: 1.5, 64: 1.25},
+    "experts": {1: 1.6, 4: 1.5, 8: 1.5, 16: 1.35, 32: 1.35, 64: 1.35},
+}
 
 
 def main() -> int:
@@ -78,7 +82,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.write:
-        write_shape(options.write, *SHAPES[options.shape])
+        write_shape(options.write, options.shape)
     if not options.model:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers
@@ -89,7 +93,7 @@ def main() -> int:
         "commit": options.commit,
         "model": describe_model(options.model),
         "machine": machine(),
-        "goals": {"ratio": GOAL_RATIO, "ttft_ratio": 1.0},
+        "goals": {"ratio": goals_of(options.model), "ttft_ratio": 1.0},
     }
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -105,6 +109,11 @@ def main() -> int:
         stop(servers)
     print(json.dumps(json.loads(options.out.read_text())["rows"], indent=1))
     return 0
+
+
+def goals_of(model: Path) -> dict[int, float]:
+    config = json.loads((model / "config.json").read_text())
+    return GOALS["experts" if config.get("num_experts") else "dense"]
 
 
 # --- servers --------------------------------------------------------------------------------------

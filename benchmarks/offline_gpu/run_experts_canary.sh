@@ -11,9 +11,8 @@ step experts_canary_write 100 python3 - <<'PYTHON'
 import sys
 from pathlib import Path
 sys.path[:0] = ["/tmp/repo", "/tmp/repo/benchmarks"]
-from host_floor import SHAPES, write_shape
-hidden, intermediate, _, *rest = SHAPES["30b-a3b"]
-write_shape(Path("/tmp/shapes/30b-12"), hidden, intermediate, 12, *rest)
+from host_floor import write_shape
+write_shape(Path("/tmp/shapes/30b-12"), "30b-a3b", 12)
 PYTHON
 ask() {
   local name=$1 kernel=$2

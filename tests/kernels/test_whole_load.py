@@ -20,12 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.changes import OPERATORS
+from tests.support.models.generated_hybrid import HybridShape
 from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 from tests.support.models.tiny_drafts import DRAFTS, write_draft
 from tests.support.paths import IN_VLLM, python_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 DENSE, EXPERTS = Shape(layers=3), Shape(layers=3, experts=4)
+HYBRID = HybridShape(layers=4, experts=4, linear_heads=4, linear_head_dim=32)
+KINDS = ("dense", "experts", "hybrid")
 FORMS = ("bf16", "modelopt", "compressed-tensors")
 BASE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -250,6 +253,7 @@ def loads(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Loads:
     folders = [write_family(root / name, name) for name in FAMILIES]
     folders += [write_checkpoint(root / f"dense {form}", DENSE, form) for form in FORMS]
     folders += [write_checkpoint(root / f"experts {form}", EXPERTS, form) for form in FORMS]
+    folders += [write_checkpoint(root / f"hybrid {form}", HYBRID, form) for form in FORMS]
     folders += [damaged(root / f"{kind} {form}", kind, form) for kind in DAMAGES for form in FORMS]
     folders += [
         change_family(root / name, family, change)
@@ -274,7 +278,7 @@ def loads(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Loads:
 
 
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, *(f"{kind} {form}" for kind in ("dense", "experts") for form in FORMS)]
+    "family", [*FAMILIES, *(f"{kind} {form}" for kind in KINDS for form in FORMS)]
 )
 def test_a_whole_model_loads(family: str, loads: Loads) -> None:
     assert loads[family]["error"] == ""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Shape:
     vocabulary: int = 128
     experts: int = 0
     chosen: int = 2  # experts of a token
+    unquantized: ClassVar = ("mlp.gate",)  # layers of a decoder layer that stay in BF16
 
     def config(self) -> dict[str, Any]:
         """config.json without quantization."""
@@ -128,7 +129,7 @@ def write_checkpoint(folder: Path, shape: Shape, form: Form, *, w4a4: bool = Fal
     folder.mkdir(parents=True, exist_ok=True)
     config = shape.config()
     if form != "bf16":
-        config["quantization_config"] = quantization(form, w4a4)
+        config["quantization_config"] = quantization(form, w4a4, shape.unquantized)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     described = {
         name: (DTYPES[value.dtype], list(value.shape))
@@ -141,7 +142,7 @@ def write_checkpoint(folder: Path, shape: Shape, form: Form, *, w4a4: bool = Fal
     return folder
 
 
-def quantization(form: Form, w4a4: bool) -> dict[str, Any]:
+def quantization(form: Form, w4a4: bool, unquantized: Iterable[str]) -> dict[str, Any]:
     """config.json's quantization_config."""
     if form == "modelopt":
         four = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
@@ -151,7 +152,7 @@ def quantization(form: Form, w4a4: bool) -> dict[str, Any]:
         return {
             "quant_method": "modelopt",
             "quant_algo": "NVFP4" if w4a4 else "W4A16_NVFP4",
-            "ignore": ["lm_head", "*.mlp.gate"],
+            "ignore": ["lm_head", *(f"*.{name}" for name in unquantized)],
             "producer": {"name": "modelopt", "version": "0.47.0"},
             "config_groups": {"group_0": group},
         }
@@ -172,7 +173,7 @@ def quantization(form: Form, w4a4: bool) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "ignore": ["lm_head", *(f"re:.*{name}$" for name in unquantized)],
         "config_groups": {"group_0": group},
     }
 
