@@ -11,8 +11,8 @@ holds itself (RssAnon, read 20 times a second) and with the pages of the mapped 
 `copy_s` is what reading the source and then writing as many bytes as the result has takes: in turns
 with the conversion, each after a sync, none synced at its end. `uncached_copy_s` is the same as the
 conversion reads and writes, without leaving pages in Linux's cache. `--cold` drops the source from
-the cache before each. `operators` is the arithmetic alone, on one thread, from memory to memory: what
-it reads and writes a second of the thread's CPU time.
+the cache before each. `operators` is the arithmetic alone, on one thread, from memory to memory:
+what it reads and writes a second of the thread's CPU time.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin a
 Buffer = bytearray | memoryview
 # `read(first, count)` gives bytes of one tensor.
 Read = Callable[[int, int], Buffer]
-# The tensors that one tensor becomes, and their bytes in the same order.
+# The tensors that one tensor becomes, and their bytes in the same order, or iterators over these.
 Outputs = Callable[[TensorInfo], list[TensorInfo]]
 Data = Callable[[TensorInfo, Read], Iterable[Any]]
 # Gives the reader of a tensor: of a folder, or of a GGUF file.

@@ -134,7 +134,8 @@ class _Kept:
     def __init__(self, values: Read, count: Callable[[int], None]) -> None:
         self._values, self._count = values, count
 
-    def read(self, first: int, count: int) -> Iterator[Buffer]:
+    def read(self, first: int, count: int) -> Any:
+        """An iterator, which `rewrite` takes instead of bytes."""
         for begin in range(first, first + count, PIECE_BYTES):
             size = min(PIECE_BYTES, first + count - begin)
             yield self._values(begin, size)

@@ -104,7 +104,10 @@ def main() -> int:
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # transformers says that it lacks torch
     from transformers import AutoTokenizer  # noqa: F401
 
-    dest, given = pickle.load(sys.stdin.buffer)
+    try:
+        dest, given = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the conversion ended before
+        return 0
     out, sys.stdout = sys.stdout.buffer, sys.stderr
     problem: Any = None
     try:
