@@ -29,6 +29,7 @@ NIBBLE_FUNCTION void store_rounded(const float* from, int64_t count, uint16_t* t
 // not become vector instructions here.
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t SignedWords __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
@@ -37,7 +38,9 @@ constexpr Floats kCodes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 NIBBLE_FUNCTION Halves rounded(const Floats& values) {
   Words bits;
   std::memcpy(&bits, &values, sizeof bits);
-  const Words even = bits + 0x7fff + (bits >> 16 & 1), nan = Words((bits & 0x7fffffff) > kFloatInfinity);
+  const Words even = bits + 0x7fff + (bits >> 16 & 1);
+  // All ones, or zero
+  const Words nan = Words(SignedWords(kFloatInfinity - (bits & 0x7fffffff)) >> 31);
   return __builtin_convertvector((even >> 16 & ~nan) | (nan & 0x7fc0), Halves);
 }
 

@@ -158,6 +158,10 @@ NIBBLE_CPU_LEVELS void largest_of_bfloat16(const uint16_t* x, int64_t blocks, fl
   }
 }
 
+typedef uint8_t CodeBytes __attribute__((vector_size(16)));
+typedef uint16_t Pairs __attribute__((vector_size(16)));
+typedef uint8_t PackedBlock __attribute__((vector_size(8)));
+
 NIBBLE_CPU_LEVELS void encode_bfloat16(const uint16_t* x, const uint8_t* scales, int64_t blocks,
                                        const Below* below, uint8_t* packed) {
   for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2) {
@@ -167,9 +171,9 @@ NIBBLE_CPU_LEVELS void encode_bfloat16(const uint16_t* x, const uint8_t* scales,
     const Below::Block magnitudes = values & 0x7fff;
     Below::Block codes = values >> 12 & 8 & (magnitudes > limits[0]);
     for (int32_t code = 1; code < kCodes; ++code) codes -= magnitudes > limits[code];
-    uint32_t pairs[kBlock / 2];
-    std::memcpy(pairs, &codes, sizeof pairs);
-    for (uint32_t i = 0; i < kBlock / 2; ++i) packed[i] = static_cast<uint8_t>(pairs[i] | pairs[i] >> 12);
+    const Pairs pairs = Pairs(__builtin_convertvector(codes, CodeBytes));
+    const PackedBlock both = __builtin_convertvector(pairs | pairs >> 4, PackedBlock);
+    std::memcpy(packed, &both, sizeof both);
   }
 }
 
