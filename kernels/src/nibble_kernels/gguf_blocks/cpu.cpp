@@ -140,8 +140,8 @@ NIBBLE_FUNCTION void six_bit_block(const uint8_t* from, uint16_t* to) {
   store_rounded(values, kSuper, to);
 }
 
-#define NIBBLE_GGUF_BLOCKS(name, elements, bytes, block)                           \
-  NIBBLE_CPU_LEVELS void name(const uint8_t* from, int64_t blocks, uint16_t* to) { \
+#define NIBBLE_GGUF_BLOCKS(name, elements, bytes, block)                             \
+  NIBBLE_CPU_LEVELS void name(const uint8_t* from, int64_t blocks, uint16_t* to) {   \
     for (int64_t i = 0; i < blocks; ++i) block(from + i * bytes, to + i * elements); \
   }
 
