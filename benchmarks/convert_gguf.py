@@ -1,14 +1,18 @@
 """What converting a GGUF file costs: time, bytes a second, and memory by the number of layers.
 
     python benchmarks/convert_gguf.py [--layers 2 6] [--type Q4_0] [--smollm2 FILE.gguf]
-        [--turns 1] [--out benchmarks/results/convert_gguf.json]
+        [--turns 1] [--cold] [--out benchmarks/results/convert_gguf.json]
 
 `nibble convert FILE --to nvfp4` in a separate process, on generated files with the layers of a 7B
 Llama (hidden 4096, intermediate 11008, 32000 tokens) and random blocks. Memory is what the process
 holds itself (RssAnon, read 20 times a second) and with the pages of the mapped file (ru_maxrss).
-`copy_s` is what reading the source and then writing as many bytes as the result has takes, in
-pieces of 1 MB: in turns with the conversion, each after a sync, none synced at its end. `cpu_s` is
-the process's time on all cores; on a machine with other load, seconds say little.
+`cpu_s` is the process's time on all cores; on a machine with other load, seconds say little.
+
+`copy_s` is what reading the source and then writing as many bytes as the result has takes: in turns
+with the conversion, each after a sync, none synced at its end. `uncached_copy_s` is the same as the
+conversion reads and writes, without leaving pages in Linux's cache. `--cold` drops the source from
+the cache before each. `operators` is the arithmetic alone, on one thread, from memory to memory:
+what it reads and writes a second of the thread's CPU time.
 """
 
 from __future__ import annotations
@@ -37,6 +41,10 @@ LAYER = {
     "attn_norm": (HIDDEN,),
     "ffn_norm": (HIDDEN,),
 }
+
+
+sys.path.insert(0, str(ROOT))
+from nibble.checkpoint.convert.files import uncached  # noqa: E402
 
 
 def write_model(path: Path, layers: int, kind_name: str) -> None:
@@ -99,7 +107,6 @@ def _write(writer: Any, values: Any) -> None:
 
 
 def _add_vocabulary(writer: Any) -> None:
-    sys.path.insert(0, str(ROOT))
     from nibble.checkpoint.gguf.vocabulary import BYTE_LETTERS
 
     pairs = [one + other for one in BYTE_LETTERS for other in BYTE_LETTERS]
@@ -112,35 +119,94 @@ def _add_vocabulary(writer: Any) -> None:
     writer.add_eos_token_id(0)
 
 
-def in_turns(turns: int, source: Path, dest: Path, *words: str) -> dict[str, Any]:
+def in_turns(
+    turns: int, source: Path, dest: Path, *words: str, cold: bool = False
+) -> dict[str, Any]:
     """The fastest of several conversions, beside copies of the same bytes in turns with them."""
-    found, copies = [], []
+    found, copies, uncached_copies = [], [], []
     for _ in range(turns):
         shutil.rmtree(dest, ignore_errors=True)
-        os.sync()
+        settle(source, cold)
         found.append(convert(source, dest, *words))
-        os.sync()
-        copies.append(round(copy_seconds(source, dest), 1))
+        settle(source, cold)
+        copies.append(copy(source, dest, plain))
+        settle(source, cold)
+        uncached_copies.append(copy(source, dest, uncached))
     shutil.rmtree(dest)
-    seconds = [one["seconds"] for one in found]
     best = min(found, key=lambda one: one["seconds"])
-    return best | {"copy_s": min(copies), "all_seconds": seconds, "all_copy_s": copies}
+    return {
+        **best,
+        **least("copy", copies),
+        **least("uncached_copy", uncached_copies),
+        "all_seconds": [one["seconds"] for one in found],
+        "all_cpu_s": [one["cpu_s"] for one in found],
+        "all_copy_s": [seconds for seconds, _ in copies],
+        "all_copy_cpu_s": [cpu for _, cpu in copies],
+        "all_uncached_copy_s": [seconds for seconds, _ in uncached_copies],
+    }
 
 
-def copy_seconds(source: Path, dest: Path) -> float:
-    """Time to read the source and to write as many bytes as it became."""
-    size, copy = sum(path.stat().st_size for path in dest.rglob("*")), dest / "copy"
-    piece = memoryview(bytearray(1 << 20))
-    began = time.monotonic()
-    with source.open("rb", 0) as read:
-        while read.readinto(piece):
-            pass
-    with copy.open("wb", 0) as written:
-        while size > 0:
-            size -= written.write(piece[: min(size, len(piece))])
-    seconds = time.monotonic() - began
-    copy.unlink()
-    return seconds
+def least(name: str, copies: list[tuple[float, float]]) -> dict[str, float]:
+    seconds, cpu = min(copies)
+    return {f"{name}_s": seconds, f"{name}_cpu_s": cpu}
+
+
+def settle(source: Path, cold: bool) -> None:
+    os.sync()
+    if cold:
+        with source.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plain(transfer: Any, file: Any, views: Any, at: int) -> int:
+    return transfer(file.fileno(), views, at)
+
+
+def copy(source: Path, dest: Path, through: Any) -> tuple[float, float]:
+    """Seconds, and of CPU time, to read the source and to write as many bytes as it became."""
+    size, target = sum(path.stat().st_size for path in dest.rglob("*")), dest / "copy"
+    piece = memoryview(bytearray(8 << 20))
+    began, cpu, at = time.monotonic(), time.process_time(), 0
+    with source.open("rb", 0) as file:
+        while count := through(os.preadv, file, [piece], at):
+            at += count
+    with target.open("wb", 0) as file:
+        at = 0
+        while at < size:
+            at += through(os.pwritev, file, [piece[: min(size - at, len(piece))]], at)
+    spent = round(time.monotonic() - began, 1), round(time.process_time() - cpu, 1)
+    target.unlink()
+    return spent
+
+
+def operators(kind_name: str) -> dict[str, Any]:
+    """The rate of what a matrix goes through, for plain rounding."""
+    import numpy
+    import torch
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+    from nibble_kernels.gguf_blocks import gguf_largest_magnitude, gguf_to_nvfp4
+
+    torch.set_num_threads(1)
+    random = numpy.random.default_rng(1)
+    rows = quantize(
+        random.standard_normal((64, HIDDEN)).astype(numpy.float32) / 50,
+        GGMLQuantizationType[kind_name],
+    )
+    blocks = torch.from_numpy(numpy.tile(rows, (HIDDEN // 64, 1)).view(numpy.uint8).reshape(-1))
+    packed = torch.zeros(HIDDEN, HIDDEN // 2, dtype=torch.uint8)
+    scales = torch.zeros(HIDDEN, HIDDEN // 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    moved = blocks.numel() + packed.numel() + scales.numel()
+    spent = []
+    for _ in range(20):
+        began = time.thread_time()
+        largest = gguf_largest_magnitude(blocks, kind_name)
+        gguf_to_nvfp4(blocks, kind_name, largest, packed, scales)
+        spent.append(time.thread_time() - began)
+    return {
+        "type": kind_name,
+        "mb_read_and_written_a_second_of_a_core": round(moved / 1e6 / min(spent)),
+    }
 
 
 def convert(source: Path, dest: Path, *words: str) -> dict[str, Any]:
@@ -192,6 +258,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 6])
     parser.add_argument("--type", default="Q4_0")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--smollm2", type=Path)
     parser.add_argument("--scratch", type=Path, default=None)
     parser.add_argument(
@@ -201,8 +268,9 @@ def main() -> int:
     result: dict[str, Any] = {
         "command": f"python benchmarks/convert_gguf.py --type {asked.type} --layers "
         + " ".join(map(str, asked.layers)) + f" --turns {asked.turns}"
-        + (" --smollm2 FILE" if asked.smollm2 else ""),
+        + (" --cold" if asked.cold else "") + (" --smollm2 FILE" if asked.smollm2 else ""),
         "machine": machine(),
+        "operators": operators(asked.type),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=asked.scratch) as scratch:
         if asked.smollm2:
@@ -214,7 +282,7 @@ def main() -> int:
             source = Path(scratch) / f"{layers}.gguf"
             write_model(source, layers, asked.type)
             result[f"{layers} layers of 7B"] = in_turns(
-                asked.turns, source, Path(scratch) / f"{layers}"
+                asked.turns, source, Path(scratch) / f"{layers}", cold=asked.cold
             )
             source.unlink()
     asked.out.write_text(json.dumps(result, indent=1) + "\n")

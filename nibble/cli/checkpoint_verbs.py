@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Annotated
@@ -110,12 +111,14 @@ def convert(
     wishes = read_wishes(
         activations, calibrate, four_over_six, exclude or (), method, kv_cache, keep_sensitive
     )
+    gc.disable()  # a GGUF file's vocabulary is a million objects that stay
     with shown(say) as on_progress:
         done = run(source, dest, to, wishes, on_progress)
     if as_json:
         print_json(vars(done))
         return
     print(f"{done.dest}: {done.weights} NVFP4 weights, {done.nbytes} bytes")
+    print(done.rate)
     if done.kept:
         print(f"left in BF16 (--keep-sensitive): {', '.join(done.kept)}")
 

@@ -108,6 +108,29 @@ def test_nvfp4_is_that_of_the_values(
     assert torch.equal(scale, stated.global_scale)
 
 
+@pytest.mark.parametrize("spread", [0, 1, 5, 20, 254])
+@pytest.mark.parametrize("shared", [1.0, 1e-10, 1e-30, 0.0])
+def test_bfloat16_of_any_magnitude(blocks: ModuleType, spread: int, shared: float) -> None:
+    """Every significand, in blocks whose exponents differ by up to `spread`, with a scale for the
+    largest of them or one so small that it becomes zero.
+    """
+    random = numpy.random.default_rng(spread)
+    rows, columns = 64, 1024
+    largest = numpy.repeat(random.integers(0, 255, rows * columns // 16), 16)
+    exponents = (largest - random.integers(0, spread + 1, rows * columns)).clip(0)
+    bits = random.integers(0, 1 << 16, rows * columns) & 0x807F | exponents << 7
+    raw = torch.from_numpy(bits.astype(numpy.uint16).view(numpy.uint8))
+    amax = blocks.gguf_largest_magnitude(raw, "BF16") * shared
+    found = []
+    for compute in (blocks._to_nvfp4, blocks.reference.to_nvfp4):
+        packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(rows, columns // 16, dtype=torch.float8_e4m3fn)
+        compute(raw, "BF16", 0, amax, amax / 2688, False, packed, scales)
+        found.append((packed, scales.view(torch.uint8)))
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][0], found[1][0])
+
+
 def test_a_result_of_another_size_is_refused(blocks: ModuleType) -> None:
     raw = torch.zeros(2 * 18, dtype=torch.uint8)
     packed = torch.empty(1, 16, dtype=torch.uint8)

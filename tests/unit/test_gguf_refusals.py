@@ -375,6 +375,22 @@ def test_the_second_process(what: str, tmp_path: Path) -> None:
         assert not list((tmp_path / "out").glob("tokenizer*"))
 
 
+UNUSED = """
+from nibble.checkpoint.gguf.others import SecondProcess
+second = SecondProcess()
+process = second._process
+del second
+print(process.returncode)
+"""
+
+
+def test_the_second_process_ends_with_a_conversion_that_does_not_begin() -> None:
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", UNUSED], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("-9\n", "", 0)
+
+
 def test_serving_points_to_convert(tmp_path: Path) -> None:
     path = write(tmp_path)
     for named in (path, tmp_path):

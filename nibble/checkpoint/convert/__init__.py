@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,14 +56,25 @@ _SOURCE_LAYOUTS: Mapping[str, Layout] = {
 
 @dataclass(frozen=True)
 class Done:
-    """The result: the number of NVFP4 weights, bytes of tensors, and the layers that were kept in
-    BF16 because they are sensitive.
+    """The result: the number of NVFP4 weights, bytes of tensors that were written and read, the
+    time, and the layers that were kept in BF16 because they are sensitive.
     """
 
     dest: Path
     weights: int
     nbytes: int
+    read_nbytes: int
+    seconds: float
     kept: tuple[str, ...] = ()
+
+    @property
+    def rate(self) -> str:
+        """What was read and written, and how fast."""
+        read, written = self.read_nbytes / 1e6, self.nbytes / 1e6
+        return (
+            f"read {read:,.0f} MB, wrote {written:,.0f} MB in {self.seconds:.1f} s"
+            f" ({(read + written) / self.seconds:,.0f} MB/s)"
+        )
 
 
 def convert(
@@ -78,6 +90,7 @@ def convert(
     Raises MODEL for an absent or corrupt source, CONFIG for an unsuitable one, USAGE for
     contradictory words.
     """
+    began = time.monotonic()
     check_wishes(to, wishes)
     if dest.exists():
         raise NibbleError(
@@ -93,7 +106,7 @@ def convert(
         make = from_bf16 if to == "nvfp4" else _relabel
         count, kept = make(model, unfinished, to, wishes, on_progress)
     nbytes = sum(path.stat().st_size for path in dest.rglob("*.safetensors"))
-    return Done(dest, count, nbytes, kept)
+    return Done(dest, count, nbytes, model.nbytes, time.monotonic() - began, kept)
 
 
 def _need_kernels() -> None:

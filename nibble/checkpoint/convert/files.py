@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from nibble.checkpoint.gguf.tensors import StoredBlocks
 from nibble.checkpoint.headers import DTYPE_BITS, TensorInfo
 from nibble.errors import ExitCode, NibbleError
 
+WRITE_BYTES = 8 << 20
+MAX_VIEWS = 1024  # Linux's limit for a call
 ALIGNMENT = 8  # safetensors pads its header with spaces so that tensors begin at a multiple of it
 
 # Writable bytes: torch views them without a warning.
 Buffer = bytearray | memoryview
 # `read(first, count)` gives bytes of one tensor.
 Read = Callable[[int, int], Buffer]
-# The tensors that one tensor becomes, and their bytes in the same order.
+# The tensors that one tensor becomes, and their bytes in the same order, or iterators over these.
 Outputs = Callable[[TensorInfo], list[TensorInfo]]
 Data = Callable[[TensorInfo, Read], Iterable[Any]]
 # Gives the reader of a tensor: of a folder, or of a GGUF file.
@@ -66,11 +70,10 @@ def folder_blocks(folder: Path) -> BlocksOf:
 
 def read_into(stored: StoredBlocks, to: Any) -> None:
     """Fill the array `to`. Raises MODEL where the file ends before."""
-    path, view = stored.path, memoryview(to)
+    path, view, at = stored.path, memoryview(to), stored.offset
     with path.open("rb", buffering=0) as file:
-        file.seek(stored.offset)
         while view:
-            count = file.readinto(view)
+            count = uncached(os.preadv, file, [view], at)
             if not count:
                 raise NibbleError(
                     ExitCode.MODEL,
@@ -78,7 +81,23 @@ def read_into(stored: StoredBlocks, to: Any) -> None:
                     expected="a complete file that nothing changes meanwhile",
                     action="download the file again",
                 )
-            view = view[count:]
+            view, at = view[count:], at + count
+
+
+# RWF_DONTCACHE of Linux 6.14, which Python 3.11 does not name.
+_DONTCACHE = 0x80
+
+
+def uncached(transfer: Callable[..., int], file: Any, views: list[memoryview], at: int) -> int:
+    """preadv or pwritev that leaves no pages in Linux's cache, where Linux can do that: filling new
+    pages may take longer than to convert what is in them.
+    """
+    try:
+        return transfer(file.fileno(), views, at, _DONTCACHE)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+    return transfer(file.fileno(), views, at)
 
 
 def index_names(folder: Path) -> list[str]:
@@ -148,12 +167,40 @@ def _write_file(
     planned: list[list[TensorInfo]],
     made: Iterable[Iterable[Any]],
 ) -> None:
-    with dest.open("wb") as out:
-        out.write(header(info for group in planned for info in group))
+    with dest.open("wb", buffering=0) as file:
+        out = _Out(file)
+        out.add(header(info for group in planned for info in group))
         for group, parts in zip(planned, made, strict=True):
             for target, part in zip(group, parts, strict=True):
-                count = out.write(part)
-                assert count == target.nbytes, (target, count)
+                end = out.at + target.nbytes
+                for piece in part if isinstance(part, Iterator) else (part,):
+                    out.add(piece)
+                assert out.at == end, target
+            out.flush()  # the memory of its parts is used again
+
+
+class _Out:
+    """A file that is written in large pieces."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._views, self._written = file, list[memoryview](), 0
+        self.at = 0
+
+    def add(self, part: Any) -> None:
+        self._views.append(memoryview(part).cast("B"))
+        self.at += len(self._views[-1])
+        if self.at - self._written >= WRITE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        views = self._views
+        while views:
+            count = uncached(os.pwritev, self._file, views[:MAX_VIEWS], self._written)
+            self._written += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                views[0] = views[0][count:]
 
 
 def header(tensors: Iterable[TensorInfo]) -> bytes:

@@ -16,7 +16,7 @@ from nibble.checkpoint.convert.files import Values, rewrite
 from nibble.checkpoint.convert.original import Original
 from nibble.checkpoint.gguf.families import config_of, family_of, missing_tensors
 from nibble.checkpoint.gguf.file import open_gguf
-from nibble.checkpoint.gguf.others import Others, meanwhile, write_others
+from nibble.checkpoint.gguf.others import Others, SecondProcess, write_others
 from nibble.checkpoint.gguf.tensors import blocks, infos, stored_tensors, values
 from nibble.checkpoint.gguf.vocabulary import read_vocabulary
 from nibble.checkpoint.headers import TensorInfo
@@ -38,6 +38,7 @@ def gguf_model(path: Path, to: str) -> Original:
             action="quantize it with --to nvfp4",
         )
     _need_library()
+    second_process = SecondProcess()
     file = open_gguf(path)
     family = family_of(file)
     if missing := missing_tensors(file, family):
@@ -77,7 +78,13 @@ def gguf_model(path: Path, to: str) -> Original:
 
     indexes = (INDEX,) if len(files) > 1 else ()
     return Original(
-        found, read, blocks(stored), indexes, lambda dest: meanwhile(dest, given), bf16_folder
+        found,
+        read,
+        blocks(stored),
+        sum(int(tensor.n_bytes) for tensor in file.tensors.values()),
+        indexes,
+        lambda dest: second_process.writing(dest, given),
+        bf16_folder,
     )
 
 

@@ -6,7 +6,7 @@ layers that vLLM fuses with it, so it is measured in memory and not in a pass ov
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nibble.checkpoint.convert.ahead import AHEAD_BYTES, ahead
@@ -29,6 +29,8 @@ from nibble.checkpoint.convert.wishes import Wishes
 from nibble.checkpoint.gguf.tensors import StoredBlocks
 from nibble.checkpoint.headers import TensorInfo
 from nibble.hub.progress import OnProgress
+
+PIECE_BYTES = 4 << 20
 
 Parts = Mapping[str, tuple[Part, ...]]
 
@@ -111,8 +113,10 @@ class OnePass:
             one.release()
         return made, used
 
-    def _read(self, info: TensorInfo) -> _Values | _Blocks:
-        stored = self._model.blocks(info) if info.name in self._parts else None
+    def _read(self, info: TensorInfo) -> _Kept | _Values | _Blocks:
+        if info.name not in self._parts:
+            return _Kept(self._model.values(info), self._count)
+        stored = self._model.blocks(info)
         held: _Values | _Blocks
         if stored is None:
             held = _Values(info, self._model.values(info)(0, info.nbytes))
@@ -120,6 +124,31 @@ class OnePass:
             held = _Blocks(stored, self._memory)
         self._count(info.nbytes)
         return held
+
+
+class _Kept:
+    """A tensor that is not quantized. It is read in pieces while it is written: embeddings are
+    large, and new pages of memory take longer than their values.
+    """
+
+    def __init__(self, values: Read, count: Callable[[int], None]) -> None:
+        self._values, self._count = values, count
+
+    def read(self, first: int, count: int) -> Any:
+        """An iterator, which `rewrite` takes instead of bytes."""
+        for begin in range(first, first + count, PIECE_BYTES):
+            size = min(PIECE_BYTES, first + count - begin)
+            yield self._values(begin, size)
+            self._count(size)
+
+    def largest(self, part: Part) -> float:
+        raise AssertionError("it has no part")
+
+    def encoder(self, amax: Amax, four_over_six: bool, _used: list[Any]) -> Encode:
+        return rounding(amax, four_over_six)
+
+    def release(self) -> None:
+        pass
 
 
 class _Values:

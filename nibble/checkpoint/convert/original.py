@@ -44,6 +44,7 @@ class Original:
     found: Checkpoint
     values: Values
     blocks: BlocksOf
+    nbytes: int  # of its tensors as they are stored
     indexes: tuple[str, ...]
     others: Callable[[Path], AbstractContextManager[None]]
     bf16_folder: Callable[[Path], AbstractContextManager[Path]]
@@ -103,6 +104,7 @@ def original(source: str, to: str) -> Original:
         found,
         folder_values(folder),
         folder_blocks(folder),
+        sum(info.nbytes for info in found.tensors.values()),
         tuple(index_names(folder)),
         lambda dest: nullcontext(_copy_others(folder, dest, left_out)),
         lambda _: nullcontext(folder),

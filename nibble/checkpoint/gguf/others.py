@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,43 +48,66 @@ def write_others(dest: Path, given: Others) -> None:
     check_tokenizer(dest, file, given.vocabulary)
 
 
-@contextmanager
-def meanwhile(dest: Path, given: Others) -> Iterator[None]:
-    """`write_others` while the caller does something else; its error is raised at the end.
-
-    It ends before this does. Where transformers is loaded already, it is done here, before.
+class SecondProcess:
+    """Does `write_others` while the caller does something else. It begins to import before it is
+    told what to write, and ends with this object. Where transformers is loaded already, there is no
+    process.
     """
-    if "transformers" in sys.modules:
-        write_others(dest, given)
-        yield
-        return
-    command = [sys.executable, "-m", "nibble.checkpoint.gguf.others"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdin and process.stdout
-            try:
-                pickle.dump((dest.resolve(), given), process.stdin)
-                process.stdin.close()
-            except BrokenPipeError:
-                pass  # it ended early: its status says so below
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if "transformers" not in sys.modules:
+            command = [sys.executable, "-m", "nibble.checkpoint.gguf.others"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            weakref.finalize(self, _end, self._process)
+
+    @contextmanager
+    def writing(self, dest: Path, given: Others) -> Iterator[None]:
+        """`write_others`; its error is raised at the end. It ends before this does."""
+        if self._process is None:
+            write_others(dest, given)
             yield
-            result = process.stdout.read()
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        raise RuntimeError(f"the check of the tokenizer ended with {process.returncode}")
-    problem = pickle.loads(result)
-    if isinstance(problem, dict):
-        raise NibbleError(**problem)
-    if problem:
-        raise problem
+            return
+        with self._process as process:
+            try:
+                assert process.stdin and process.stdout
+                try:
+                    pickle.dump((dest.resolve(), given), process.stdin)
+                    process.stdin.close()
+                except BrokenPipeError:
+                    pass  # it ended early: its status says so below
+                yield
+                result = process.stdout.read()
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise RuntimeError(f"the check of the tokenizer ended with {process.returncode}")
+        problem = pickle.loads(result)
+        if isinstance(problem, dict):
+            raise NibbleError(**problem)
+        if problem:
+            raise problem
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.communicate()
 
 
 def main() -> int:
     """The second process. Its own config.json is for the check: the caller writes the model's."""
     gc.disable()  # a vocabulary is a million objects that stay
-    dest, given = pickle.load(sys.stdin.buffer)
+    # Tokenizers do without torch, which takes longer to import than all else here.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # transformers says that it lacks torch
+    from transformers import AutoTokenizer  # noqa: F401
+
+    try:
+        dest, given = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the conversion ended before
+        return 0
     out, sys.stdout = sys.stdout.buffer, sys.stderr
     problem: Any = None
     try:

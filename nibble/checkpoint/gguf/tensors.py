@@ -164,8 +164,7 @@ def values(
 
     def of(info: TensorInfo) -> Callable[[int, int], memoryview]:
         def read(first: int, count: int) -> memoryview:
-            data = bf16(stored[info.name])
-            return data if count == len(data) else data[first : first + count]
+            return bf16(stored[info.name], first, count)
 
         return read
 
@@ -192,8 +191,8 @@ def blocks(stored: Mapping[str, Stored]) -> Callable[[TensorInfo], StoredBlocks 
     return of
 
 
-def bf16(one: Stored) -> memoryview:
-    """All values of a tensor in BF16, row by row.
+def bf16(one: Stored, first: int, count: int) -> memoryview:
+    """`count` bytes of a tensor's values in BF16, row by row.
 
     numpy asks Linux for huge pages: 12 layers of a 7B model convert in 10.2 s instead of 12.5 s.
     """
@@ -206,6 +205,10 @@ def bf16(one: Stored) -> memoryview:
     elements, block_bytes = GGML_QUANT_SIZES[kind]
     raw = one.tensor.data if one.expert is None else one.tensor.data[one.expert]
     raw = numpy.ascontiguousarray(raw).reshape(-1).view(numpy.uint8)
+    if not one.interleaved_heads:  # whole blocks that have these values
+        block = elements * BF16_BYTES
+        raw = raw[first // block * block_bytes : -(-(first + count) // block) * block_bytes]
+        first %= block
     size = len(raw) // block_bytes * elements * BF16_BYTES
     data = numpy.empty(size, numpy.uint8).data
     result = torch.frombuffer(data, dtype=torch.bfloat16)
@@ -221,7 +224,7 @@ def bf16(one: Stored) -> memoryview:
         rows = shape_of(one.tensor)[0]
         pairs = result.view(one.interleaved_heads, rows // one.interleaved_heads // 2, 2, -1)
         result.copy_(pairs.transpose(1, 2).reshape(result.shape))
-    return data
+    return data[first : first + count]
 
 
 def _float32(blocks: Any, kind: Any) -> Any:

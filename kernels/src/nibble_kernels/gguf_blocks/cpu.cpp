@@ -25,47 +25,81 @@ NIBBLE_FUNCTION void store_rounded(const float* from, int64_t count, uint16_t* t
   }
 }
 
-// Codes of 16 bytes: the low nibbles, then the high ones.
-NIBBLE_FUNCTION void nibbles(const uint8_t* from, int64_t bytes, int32_t* codes) {
-  for (int64_t i = 0; i < bytes; ++i) {
-    codes[i] = from[i] & 15;
-    codes[i + bytes] = from[i] >> 4;
-  }
+// Four-bit codes have only 16 values a scale: they are computed once and looked up. Loops over sixteen would
+// not become vector instructions here.
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t SignedWords __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+constexpr Floats kCodes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+NIBBLE_FUNCTION Halves rounded(const Floats& values) {
+  Words bits;
+  std::memcpy(&bits, &values, sizeof bits);
+  const Words even = bits + 0x7fff + (bits >> 16 & 1);
+  // All ones, or zero
+  const Words nan = Words(SignedWords(kFloatInfinity - (bits & 0x7fffffff)) >> 31);
+  return __builtin_convertvector((even >> 16 & ~nan) | (nan & 0x7fc0), Halves);
 }
 
-// Blocks of 32: [scale, minimum?, fifth bits?, codes].
-template <bool HasMinimum, bool HasFifthBit>
-NIBBLE_FUNCTION void small_block(const uint8_t* from, float* to) {
+// The values of sixteen bytes' nibbles: the low ones, or those above `shift`.
+NIBBLE_FUNCTION void look_up(const Halves& values, const uint8_t* codes, int32_t shift, uint16_t* to) {
+  Bytes bytes;
+  std::memcpy(&bytes, codes, sizeof bytes);
+  const Halves index = __builtin_convertvector(bytes, Halves) >> shift & 15;
+#ifdef __clang__
+  for (int32_t i = 0; i < 16; ++i) to[i] = values[index[i]];
+#else
+  const Halves found = __builtin_shuffle(values, index);
+  std::memcpy(to, &found, sizeof found);
+#endif
+}
+
+// Blocks of 32: [scale, minimum?, codes].
+template <bool HasMinimum>
+NIBBLE_FUNCTION void nibble_block(const uint8_t* from, uint16_t* to) {
+  const float scale = half_at(from), minimum = HasMinimum ? half_at(from + 2) : 0.0f;
+  const Halves values = rounded(HasMinimum ? scale * kCodes + minimum : scale * (kCodes - 8.0f));
+  for (int32_t half = 0; half < 2; ++half) look_up(values, from + (HasMinimum ? 4 : 2), half * 4, to + half * 16);
+}
+
+// Blocks of 32: [scale, minimum?, fifth bits, nibbles].
+template <bool HasMinimum>
+NIBBLE_FUNCTION void five_bit_block(const uint8_t* from, uint16_t* to) {
   const float scale = half_at(from), minimum = HasMinimum ? half_at(from + 2) : 0.0f;
   from += HasMinimum ? 4 : 2;
+  uint32_t bits;
+  std::memcpy(&bits, from, sizeof bits);
   int32_t codes[kSmall];
-  nibbles(from + (HasFifthBit ? 4 : 0), kSmall / 2, codes);
-  if constexpr (HasFifthBit) {
-    uint32_t bits;
-    std::memcpy(&bits, from, sizeof bits);
-    for (int32_t i = 0; i < kSmall; ++i) codes[i] |= (bits >> i & 1) << 4;
+  for (int32_t i = 0; i < 16; ++i) {
+    codes[i] = from[4 + i] & 15;
+    codes[16 + i] = from[4 + i] >> 4;
   }
+  float values[kSmall];
   for (int32_t i = 0; i < kSmall; ++i) {
-    if constexpr (HasMinimum) {
-      to[i] = scale * static_cast<float>(codes[i]) + minimum;
-    } else {
-      to[i] = scale * static_cast<float>(codes[i] - (HasFifthBit ? 16 : 8));
-    }
+    const int32_t code = codes[i] | (bits >> i & 1) << 4;
+    values[i] = HasMinimum ? scale * static_cast<float>(code) + minimum : scale * static_cast<float>(code - 16);
   }
+  store_rounded(values, kSmall, to);
 }
 
-NIBBLE_FUNCTION void byte_block(const uint8_t* from, float* to) {
+NIBBLE_FUNCTION void byte_block(const uint8_t* from, uint16_t* to) {
   const float scale = half_at(from);
-  for (int64_t i = 0; i < kSmall; ++i) to[i] = static_cast<float>(static_cast<int8_t>(from[2 + i])) * scale;
+  float values[kSmall];
+  for (int64_t i = 0; i < kSmall; ++i) values[i] = static_cast<float>(static_cast<int8_t>(from[2 + i])) * scale;
+  store_rounded(values, kSmall, to);
 }
 
 // Super-blocks of 256 with eight scales and minima of six bits.
 template <bool HasFifthBit>
-NIBBLE_FUNCTION void scaled_block(const uint8_t* from, float* to) {
+NIBBLE_FUNCTION void scaled_block(const uint8_t* from, uint16_t* to) {
   const float scale = half_at(from), minimum = half_at(from + 2);
   const uint8_t *low = from + 4, *middle = from + 8, *high = from + 12;
   const uint8_t* fifth = from + 16;
   const uint8_t* codes = from + (HasFifthBit ? 48 : 16);
+  float values[kSuper];  // of codes with a fifth bit
   for (int64_t part = 0; part < 8; ++part) {
     const int64_t i = part % 4;
     const int32_t six = part < 4 ? low[i] & 63 : (high[i] & 15) | (low[i] >> 2 & 48);
@@ -74,16 +108,22 @@ NIBBLE_FUNCTION void scaled_block(const uint8_t* from, float* to) {
     const float part_minimum = minimum * static_cast<float>(offset);
     const uint8_t* bytes = codes + part / 2 * 32;
     const int32_t shift = part % 2 * 4;
-    for (int64_t j = 0; j < 32; ++j) {
-      int32_t code = bytes[j] >> shift & 15;
-      if constexpr (HasFifthBit) code |= (fifth[j] >> part & 1) << 4;
-      to[part * 32 + j] = part_scale * static_cast<float>(code) - part_minimum;
+    if constexpr (HasFifthBit) {
+      for (int64_t j = 0; j < kSmall; ++j) {
+        const int32_t code = (bytes[j] >> shift & 15) | (fifth[j] >> part & 1) << 4;
+        values[part * kSmall + j] = part_scale * static_cast<float>(code) - part_minimum;
+      }
+    } else {
+      const Halves of_codes = rounded(part_scale * kCodes - part_minimum);
+      for (int64_t j = 0; j < kSmall; j += 16) look_up(of_codes, bytes + j, shift, to + part * kSmall + j);
     }
   }
+  if constexpr (HasFifthBit) store_rounded(values, kSuper, to);
 }
 
-NIBBLE_FUNCTION void six_bit_block(const uint8_t* from, float* to) {
+NIBBLE_FUNCTION void six_bit_block(const uint8_t* from, uint16_t* to) {
   const float scale = half_at(from + 208);
+  float values[kSuper];
   for (int64_t part = 0; part < 8; ++part) {
     const uint8_t* low = from + part / 4 * 64 + part % 2 * 32;
     const uint8_t* high = from + 128 + part / 4 * 32;
@@ -93,25 +133,22 @@ NIBBLE_FUNCTION void six_bit_block(const uint8_t* from, float* to) {
       const float part_scale = scale * static_cast<float>(small);
       for (int64_t j = half * 16; j < half * 16 + 16; ++j) {
         const int32_t code = (low[j] >> low_shift & 15) | (high[j] >> high_shift & 3) << 4;
-        to[part * 32 + j] = part_scale * static_cast<float>(code - 32);
+        values[part * 32 + j] = part_scale * static_cast<float>(code - 32);
       }
     }
   }
+  store_rounded(values, kSuper, to);
 }
 
-#define NIBBLE_GGUF_BLOCKS(name, elements, bytes, block)                           \
-  NIBBLE_CPU_LEVELS void name(const uint8_t* from, int64_t blocks, uint16_t* to) { \
-    float values[elements];                                                        \
-    for (int64_t i = 0; i < blocks; ++i, from += bytes, to += elements) {          \
-      block(from, values);                                                         \
-      store_rounded(values, elements, to);                                         \
-    }                                                                              \
+#define NIBBLE_GGUF_BLOCKS(name, elements, bytes, block)                             \
+  NIBBLE_CPU_LEVELS void name(const uint8_t* from, int64_t blocks, uint16_t* to) {   \
+    for (int64_t i = 0; i < blocks; ++i) block(from + i * bytes, to + i * elements); \
   }
 
-NIBBLE_GGUF_BLOCKS(q4_0, kSmall, 18, (small_block<false, false>))
-NIBBLE_GGUF_BLOCKS(q4_1, kSmall, 20, (small_block<true, false>))
-NIBBLE_GGUF_BLOCKS(q5_0, kSmall, 22, (small_block<false, true>))
-NIBBLE_GGUF_BLOCKS(q5_1, kSmall, 24, (small_block<true, true>))
+NIBBLE_GGUF_BLOCKS(q4_0, kSmall, 18, nibble_block<false>)
+NIBBLE_GGUF_BLOCKS(q4_1, kSmall, 20, nibble_block<true>)
+NIBBLE_GGUF_BLOCKS(q5_0, kSmall, 22, five_bit_block<false>)
+NIBBLE_GGUF_BLOCKS(q5_1, kSmall, 24, five_bit_block<true>)
 NIBBLE_GGUF_BLOCKS(q8_0, kSmall, 34, byte_block)
 NIBBLE_GGUF_BLOCKS(q4_k, kSuper, 144, scaled_block<false>)
 NIBBLE_GGUF_BLOCKS(q5_k, kSuper, 176, scaled_block<true>)
@@ -225,15 +262,21 @@ void gguf_to_nvfp4(const Tensor& blocks, std::string name, int64_t heads, const 
   auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   auto* to_scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
   if (columns == 0) return;
+  const Bfloat16Rows rounding(global);
   torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kAtOnce / columns), [&](int64_t begin, int64_t end) {
-    WeightRows quantized(columns, largest, global, four_over_six);
+    WeightRows choosing(columns, largest, global, four_over_six);
     std::vector<uint16_t> rounded(columns);
-    std::vector<float> values(columns);
+    std::vector<float> values(columns);  // or the largest of each block
     for (int64_t row = begin; row < end; ++row) {
       const int64_t source = heads ? interleaved(row, rows / heads) : row;
+      uint8_t *codes = to + row * columns / 2, *block_scales = to_scales + row * columns / kBlock;
       kind.to_bfloat16(from + source * row_bytes, row_blocks, rounded.data());
-      widen(rounded.data(), columns, values.data());
-      quantized.quantize(values.data(), to + row * columns / 2, to_scales + row * columns / kBlock);
+      if (four_over_six) {
+        widen(rounded.data(), columns, values.data());
+        choosing.quantize(values.data(), codes, block_scales);
+      } else {
+        rounding.quantize(rounded.data(), columns / kBlock, values.data(), codes, block_scales);
+      }
     }
   });
 }

@@ -128,6 +128,74 @@ void WeightRows::choose(const float* x, uint8_t* packed, uint8_t* scales) {
 
 namespace {
 
+constexpr int32_t kCodes = 8, kScales = 0x7f;  // magnitudes of E2M1; E4M3 from 0 to 448
+
+float bfloat16_value(int32_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// Whether bfloat16 of these bits becomes more than zero, for code 0, or at least that code.
+bool reaches(int32_t bits, float scale, uint32_t code) {
+  const float scaled = bfloat16_value(bits) / scale + 0.0f;
+  return code == 0 ? scaled > 0.0f : e2m1_encode(scaled) >= code;
+}
+
+// The highest magnitude that does not reach the code; -1 if all do.
+int16_t highest_below(float scale, uint32_t code) {
+  constexpr double kTies[kCodes] = {0x1p-150, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0};
+  const auto tie = static_cast<float>(kTies[code] * scale);
+  int32_t bits = static_cast<int32_t>(std::bit_cast<uint32_t>(tie) >> 16) - 1;  // at most what is sought
+  while (bits + 1 <= 0x7f80 && !reaches(bits + 1, scale, code)) ++bits;
+  return static_cast<int16_t>(bits);
+}
+
+NIBBLE_CPU_LEVELS void largest_of_bfloat16(const uint16_t* x, int64_t blocks, float* largest) {
+  for (int64_t block = 0; block < blocks; ++block, x += kBlock) {
+    uint16_t most = 0;
+    for (uint32_t i = 0; i < kBlock; ++i) {
+      const uint16_t magnitude = x[i] & 0x7fff;
+      most = magnitude > most ? magnitude : most;
+    }
+    largest[block] = std::bit_cast<float>(static_cast<uint32_t>(most) << 16);
+  }
+}
+
+typedef uint8_t CodeBytes __attribute__((vector_size(16)));
+typedef uint16_t Pairs __attribute__((vector_size(16)));
+typedef uint8_t PackedBlock __attribute__((vector_size(8)));
+
+NIBBLE_CPU_LEVELS void encode_bfloat16(const uint16_t* x, const uint8_t* scales, int64_t blocks,
+                                       const Below* below, uint8_t* packed) {
+  for (int64_t block = 0; block < blocks; ++block, x += kBlock, packed += kBlock / 2) {
+    Below::Block values;
+    std::memcpy(&values, x, sizeof values);
+    const Below::Block* limits = below[scales[block]].magnitudes;
+    const Below::Block magnitudes = values & 0x7fff;
+    Below::Block codes = values >> 12 & 8 & (magnitudes > limits[0]);
+    for (int32_t code = 1; code < kCodes; ++code) codes -= magnitudes > limits[code];
+    const Pairs pairs = Pairs(__builtin_convertvector(codes, CodeBytes));
+    const PackedBlock both = __builtin_convertvector(pairs | pairs >> 4, PackedBlock);
+    std::memcpy(packed, &both, sizeof both);
+  }
+}
+
+}  // namespace
+
+Bfloat16Rows::Bfloat16Rows(float global_scale) : global_scale_(global_scale), below_(kScales) {
+  for (int32_t scale = 0; scale < kScales; ++scale) {
+    for (int32_t code = 0; code < kCodes; ++code) {
+      below_[scale].magnitudes[code] = Below::Block{} + highest_below(e4m3_decode(scale) * global_scale, code);
+    }
+  }
+}
+
+void Bfloat16Rows::quantize(const uint16_t* x, int64_t blocks, float* largest, uint8_t* packed,
+                            uint8_t* scales) const {
+  largest_of_bfloat16(x, blocks, largest);
+  scales_for_six(largest, blocks, kE2m1Max * global_scale_, scales);
+  encode_bfloat16(x, scales, blocks, below_.data(), packed);
+}
+
+namespace {
+
 std::tuple<Tensor, Tensor> nvfp4_quantize_weight(const Tensor& input, const Tensor& amax,
                                                  const Tensor& global_scale, bool four_over_six) {
   const Tensor x = torch::stable::contiguous(input);
