@@ -39,8 +39,8 @@ def make_workspace(
     least_chunk: int = LEAST_CHUNK,
     most_splits: int = MOST_SPLITS,
 ) -> Workspace:
-    """For `sequences` at a time: a larger batch takes several launches. Calls on several streams need
-    one each.
+    """For `sequences` at a time: a larger batch takes several launches. Calls on several streams
+    need one each.
     """
     items = min(sequences, SEQUENCES) * kv_heads * -(-group * most_queries // ROWS)
     rows = min(ROWS, group * most_queries)

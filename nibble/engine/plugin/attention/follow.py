@@ -27,8 +27,8 @@ def offer_attention() -> None:
     """Register the backend in each GPU worker that is created from now on with the option
     attention_kernel. Raises VllmMismatch.
 
-    In the worker alone: a name that a plugin registers cannot be sent from one process to the
-    next one before that has loaded its plugins, so it is no value of --attention-backend.
+    In the worker alone: --attention-backend does not take the name, because a name that a plugin
+    registers cannot be sent to a process that has not loaded its plugins yet.
     """
     if not current_platform.is_cuda():
         return
