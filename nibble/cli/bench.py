@@ -23,7 +23,7 @@ from nibble.bench.run import WARM_UP, Bench, Side, Step, steps
 from nibble.bench.served import Served, find_served
 from nibble.bench.stock import LLAMA_CPP, PEERS, TITLES, Peer, running
 from nibble.bench.sweep import CONCURRENCIES, Cell, make_sweep, read_lists
-from nibble.cli.common import INTERRUPTED, say
+from nibble.cli.common import INTERRUPTED, say, split_words
 from nibble.cli.status import status_at
 from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
@@ -109,8 +109,8 @@ def _peer(wishes: Wishes) -> Peer | None:
             action="correct --against",
         )
     flags = [
-        *_flags(wishes.stock_flags, "--stock-flags"),
-        *_flags(wishes.peer_flags, "--peer-flags"),
+        *split_words(wishes.stock_flags, "--stock-flags"),
+        *split_words(wishes.peer_flags, "--peer-flags"),
     ]
     streams = read_lists(None, None, wishes.concurrency).concurrencies or CONCURRENCIES
     if wishes.against != LLAMA_CPP:
@@ -137,17 +137,6 @@ def _program(wishes: Wishes, usual: str) -> str:
         expected=f"a program that starts {TITLES[str(wishes.against)]}",
         action="install it, or name it with --peer-program",
     )
-
-
-def _flags(text: str, option: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=f"{option} {text!r} cannot be split into words ({error})",
-            action="correct its quotes",
-        ) from None
 
 
 def _flag(plan: Mapping[str, Any], name: str) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from nibble.errors import ExitCode
+from nibble.errors import ExitCode, NibbleError
 from nibble.printable import printable
 
 # nibble.settings.command_line reads the words after these verbs: it knows nibble's options and
@@ -36,6 +37,18 @@ def say_new(lines: Iterable[str], said: set[str]) -> None:
         if line not in said:
             say(line)
             said.add(line)
+
+
+def split_words(text: str, option: str) -> list[str]:
+    """The words of an option that holds flags. Raises USAGE."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise NibbleError(
+            ExitCode.USAGE,
+            what=f"{option} {text!r} cannot be split into words ({error})",
+            action="correct its quotes",
+        ) from None
 
 
 def wanted(words: Sequence[str] | None, verb: str) -> list[str]:

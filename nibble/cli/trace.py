@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nibble.cli.common import INTERRUPTED, Json, print_json, say
+from nibble.cli.common import INTERRUPTED, Json, print_json, say, split_words
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.out_path import create_folder
 
@@ -71,15 +70,20 @@ def trace(
             what=f"--start starts a server, and {url} names one that runs",
             action="leave one of them out",
         )
-    _flags(flags)
+    split_words(flags, "--flags")
+    is_new = not out.exists()
     create_folder(out, "a profile", JSON)
     try:
         with _server(start, flags, url, environ) as (endpoint, folder):
             found = _profile(endpoint, profiles or folder, steps, streams, prompt_tokens, model,
                              out, environ)  # fmt: skip
+        _publish(found, out, top, as_json)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    _publish(found, out, top, as_json)
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it has files
+                out.rmdir()
 
 
 def _publish(found: Any, out: Path, top: int, as_json: bool) -> None:
@@ -107,17 +111,6 @@ def _publish(found: Any, out: Path, top: int, as_json: bool) -> None:
     )
 
 
-def _flags(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise NibbleError(
-            ExitCode.USAGE,
-            what=f"--flags {text!r} cannot be split into words ({error})",
-            action="correct its quotes",
-        ) from None
-
-
 @contextlib.contextmanager
 def _server(
     start: str | None, flags: str, url: str | None, environ: Mapping[str, str]
@@ -129,7 +122,7 @@ def _server(
     if start is not None:
         with (
             tempfile.TemporaryDirectory(prefix="nibble-trace-") as scratch,
-            _started(start, _flags(flags), Path(scratch), environ) as endpoint,
+            _started(start, split_words(flags, "--flags"), Path(scratch), environ) as endpoint,
         ):
             yield endpoint, Path(scratch, "profiles")
         return

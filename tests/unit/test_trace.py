@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nibble.bench.trace import merge, profile, read_trace, table, write_merged
-from nibble.errors import ExitCode
+from nibble.cli.trace import trace
+from nibble.errors import ExitCode, NibbleError
 from tests.support.refusals import refusal_of
 
 
@@ -66,3 +67,15 @@ def test_what_is_not_a_trace_is_refused(tmp_path: Path, content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
         found = refusal_of(lambda: read_trace(tmp_path / name), ExitCode.INTERNAL)  # noqa: B023
         assert "is not a trace" in found.line()
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_profile_that_cannot_be_made_leaves_no_new_folder(
+    tmp_path: Path, was_there: bool
+) -> None:
+    out = tmp_path / "trace"
+    if was_there:
+        out.mkdir()
+    with pytest.raises(NibbleError):
+        trace(url="http://127.0.0.1:9", out=out)
+    assert out.exists() == was_there

@@ -130,7 +130,11 @@ def test_the_report_counts_what_is_in_the_way() -> None:
         "0.32.0",
         "0.33.0",
         ("one",),
-        (line("N1", "needed", "patch vllm/one"), line("N2", "fixed upstream", "patch vllm/two")),
+        (
+            line("N1", "needed", "patch vllm/one"),
+            line("N2", "fixed upstream", "patch vllm/two"),
+            line("N5", "needed", "patch vllm/fits"),
+        ),
         (line("N3", "failed", "rule x"), line("N4", "not fixed", "")),
         (),
         (upgrade.ModelChange("acme/a", ("no flag --x",), ("--seed: 0 -> 3",)),),
@@ -138,7 +142,7 @@ def test_the_report_counts_what_is_in_the_way() -> None:
     assert report.in_the_way == 3
     text = "\n".join(upgrade.report_lines(report))
     assert "vLLM 0.32.0 -> 0.33.0" in text
-    assert "needed: N1" in text and "fixed upstream: N2" in text
+    assert "needed: N1, N5" in text and "fixed upstream: N2" in text
     assert "to port, since their lines changed: one" in text
     assert "N3 failed" in text and "N4" not in text
     assert "no flag --x" in text and "--seed: 0 -> 3" in text
