@@ -42,6 +42,9 @@ PROBE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
+    # Humming, which a CUDA build of vLLM imports, else compiles in two processes that outlive the
+    # probe: humming 0.1.17 ops/utils.py:248, utils/nvrtc.py:126.
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 # Imported before the fork, as far as installed. None of them is part of the tree, and none
 # initializes a GPU.
