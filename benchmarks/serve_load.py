@@ -2,7 +2,8 @@
 
     python benchmarks/serve_load.py --write FOLDER [--shape 8b]         write a model's shape, W4A4
     python benchmarks/serve_load.py --model FOLDER [--measure-s 60] [--when FILE …] [--logs DIR]
-        [--streams 1 4 …] [--prompts 8 64 …] [--out benchmarks/results/serve_load_8b_h200.json]
+        [--streams 1 4 …] [--prompts 8 64 …] [--sampling '{"temperature": 0.7, "top_p": 0.9}']
+        [--out benchmarks/results/serve_load_8b_h200.json]
 
 --shape 30b-a3b has Qwen3-30B-A3B's experts, 35b-a3b those of Qwen3.6-35B-A3B with its linear
 attention.
@@ -19,8 +20,8 @@ for `--measure-s` seconds; the first one is whole. `tokens_per_s` are the tokens
 their seconds, from the first request to the last token. `ttft_ms` and `tpot_ms` are medians over
 requests: of the time to the first token, and of (last - first token) / (tokens - 1). `ratio` is
 nibble's tokens per second over stock's, `ttft_ratio` nibble's time to first token over stock's.
-Every prompt is new, so no prefix is cached. `--when` delays the measurement, but not the starts,
-until these files exist.
+Every prompt is new, so no prefix is cached. Requests are greedy without `--sampling`. `--when`
+delays the measurement, but not the starts, until these files exist.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main() -> int:
     parser.add_argument("--streams", nargs="*", type=int, default=list(STREAMS))
     parser.add_argument("--prompts", nargs="*", type=int, default=list(PROMPTS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the streams, in and out")
+    parser.add_argument("--sampling", type=json.loads, default={"temperature": 0})
     parser.add_argument("--measure-s", type=float, default=60.0)
     parser.add_argument("--when", nargs="*", type=Path, default=[])
     parser.add_argument("--kv-bytes", type=int, default=8 << 30)
@@ -199,6 +201,7 @@ class Row:
     streams: int
     tokens_in: int
     tokens_out: int
+    sampling: dict[str, Any]
     requests: int = 1  # of a stream, one after the other
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SIDES, 0.0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
@@ -227,10 +230,10 @@ class Row:
 
 
 def rows_of(options: argparse.Namespace) -> list[Row]:
-    tokens = options.tokens
+    tokens, sampling = options.tokens, options.sampling
     return [
-        *(Row(streams, tokens, tokens) for streams in options.streams),
-        *(Row(1, prompt, PROMPT_OUT, PROMPT_REQUESTS) for prompt in options.prompts),
+        *(Row(streams, tokens, tokens, sampling) for streams in options.streams),
+        *(Row(1, prompt, PROMPT_OUT, sampling, PROMPT_REQUESTS) for prompt in options.prompts),
     ]
 
 
@@ -238,9 +241,8 @@ def measured(rows: list[Row], limit_s: float) -> Iterator[list[dict[str, Any]]]:
     """The rows after each step of a round, as far as they are measured."""
     for row in rows:
         for side in SIDES:
-            asyncio.run(
-                ask(Row(row.streams, row.tokens_in, min(row.tokens_out, WARM_OUT)), side, 0)
-            )
+            warm = Row(row.streams, row.tokens_in, min(row.tokens_out, WARM_OUT), row.sampling)
+            asyncio.run(ask(warm, side, 0))
     end = time.monotonic() + limit_s
     number = 0
     while number == 0 or time.monotonic() < end:
@@ -276,10 +278,9 @@ async def stream(session: Any, row: Row, side: str, name: str) -> None:
             "prompt": [rng.randrange(*TOKEN_IDS) for _ in range(row.tokens_in)],
             "max_tokens": row.tokens_out,
             "ignore_eos": True,
-            "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-        }
+        } | row.sampling
         began = time.perf_counter()
         first = last = 0.0
         end = b""

@@ -23,6 +23,7 @@ from nibble.machine.targets import Target, load_target
 from nibble.plan.budget import host_reserve_bytes
 from nibble.plan.gather import Asked, choose_target, read_wishes
 from nibble.plan.memory import limits, show_gib
+from nibble.serve.preflight.machine import check_hardware
 from nibble.trials.catalog import selftest_trials, wrong_in_a_plan
 from nibble.trials.findings import (
     Finding,
@@ -50,12 +51,14 @@ def selftest(
     limit_s: float = ALL_S,
 ) -> Report:
     """Run every trial of this machine and store the outcomes for plans. Raises NibbleError for a
-    setting that cannot be read.
+    setting that cannot be read, and NO_HARDWARE where the target has GPUs and the machine none.
     """
     began = time.monotonic()
     asked = read_wishes([], environ)
     hardware = detect(asked.accepted.environ)
     target, findings = _target(asked, hardware)
+    if not hardware.gpus and target.device == "cuda":
+        check_hardware(target, hardware)
     findings += [*known_bad_driver(target, hardware.driver)] if target.device == "cuda" else []
     findings += _states_of(hardware, target)
     trials = _chosen(target, hardware, only, faults_of(plants))

@@ -21,6 +21,7 @@ from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.gather import Asked, choose_target, plan_for, read_wishes
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.part_kernels import DEFAULT_SEQUENCES
+from nibble.serve.preflight.machine import check_hardware
 from nibble.trials.choose import EXPERTS, LINEAR, TIMED_ROWS, Form, ShapeChoice, Use, choose
 from nibble.trials.findings import not_idle
 from nibble.trials.place import place_of
@@ -55,6 +56,8 @@ def tune_model(
             expected="a GPU",
             action="run `nibble selftest` to check the CPU's kernels",
         )
+    if not hardware.gpus:
+        check_hardware(target, hardware)
     uses, sequences, child = _wanted(asked, given)
     for finding in not_idle(gpu_uses(gpu.index for gpu in hardware.gpus)):
         say(f"warning: {finding.line()}")

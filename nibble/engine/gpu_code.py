@@ -234,6 +234,9 @@ def main(root: str, target: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print("usage: python -m nibble.engine.gpu_code ROOT TARGET", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
     try:
         main(*sys.argv[1:])
     except NibbleError as refused:

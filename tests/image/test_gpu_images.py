@@ -127,12 +127,14 @@ def cuda_base(base_image: str, tmp_path: Path) -> str:
     if not NVCC.exists():
         pytest.skip(f"no {NVCC}: CUDA_HOME names another toolkit")
     tag = f"{base_image}-cuda"
-    # What a toolkit has to link against where no driver is; the one here may lack it.
-    (tmp_path / "lib64/stubs").mkdir(parents=True)
+    # What a toolkit has to link against where no driver is; the one here may lack it. Its lib64 may
+    # be a link, over which no folder can be copied.
+    stubs = tmp_path / (CUDA / "lib64").resolve().relative_to(CUDA.resolve()) / "stubs"
+    stubs.mkdir(parents=True)
     stub = [
         "-shared",
         "-o",
-        str(tmp_path / "lib64/stubs/libcuda.so"),
+        str(stubs / "libcuda.so"),
         "-Wl,-soname,libcuda.so.1",
         "-x",
         "c",

@@ -5,6 +5,8 @@ the purpose.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from nibble.engine.gpu_code import CORE, FAMILY_CODE, MOE, check_binaries, summa
 from nibble.engine.patching.tree import open_tree
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import load_target
+from tests.support.paths import ROOT
 from tests.support.releases.gpu_modules import module, write_tree
 
 MARLIN = {"sm80_kernel_bfloat16_fe2m1f_bfloat16": ["PTX 80", "80"]}
@@ -268,3 +271,10 @@ def test_the_summary_is_one_line_a_module(tmp_path: Path) -> None:
         tmp_path, {"_C": module({"a": ["120f", "80"], "b": ["80"]}), "none": module({})}
     )
     assert summary(open_tree(root)) == ["vllm/_C.abi3.so: CUDA 13; of 2 objects 80 in 2, 120f in 1"]
+
+
+def test_a_call_without_its_words_gets_the_usage() -> None:
+    command = [sys.executable, "-m", "nibble.engine.gpu_code", "gb10"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == "usage: python -m nibble.engine.gpu_code ROOT TARGET\n"

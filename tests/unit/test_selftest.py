@@ -138,6 +138,15 @@ def test_a_fault_that_is_none_is_refused(machine: Machine, word: str) -> None:
     assert refused.value.code is ExitCode.USAGE
 
 
+def test_without_a_gpu_a_targets_kernels_are_not_tried(machine: Machine) -> None:
+    machine.is_(CPU_HOST)
+    with pytest.raises(NibbleError) as refused:
+        module.selftest({"NIBBLE_CACHE_DIR": str(machine.folder), "NIBBLE_TARGET": "gb10"})
+    assert refused.value.code is ExitCode.NO_HARDWARE
+    assert "--gpus all" in refused.value.line()
+    assert not machine.trials
+
+
 def test_the_report_has_no_name_of_machine_user_or_gpu(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,8 +29,10 @@ from nibble.engine.patching.probe import Finding, Row
 from nibble.engine.patching.tree import Tree, open_tree
 from nibble.machine.paths import cache_dir, root
 
-# Most probes take less than five seconds, and several times as long on a busy machine.
+# Most probes take less than five seconds, and several times as long on a busy machine. The imports
+# below show how slow this one is: they take some seconds, and minutes where QEMU runs them.
 TIME_LIMIT_SECONDS = 120
+TIME_LIMIT_IN_IMPORTS = 10
 # A probe runs without the user's plugins, without a GPU and without requests to the Hub.
 PROBE_ENVIRONMENT = {
     "VLLM_PLUGINS": "",
@@ -40,6 +42,9 @@ PROBE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
+    # Humming, which a CUDA build of vLLM imports, else compiles in two processes that outlive the
+    # probe: humming 0.1.17 ops/utils.py:248, utils/nvrtc.py:126.
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 # Imported before the fork, as far as installed. None of them is part of the tree, and none
 # initializes a GPU.
@@ -147,11 +152,14 @@ def _last_line(output: str) -> str:
 def _nursery(tree: Tree, names: Sequence[str], folder: Path, jobs: int) -> None:
     """Import NURSERY, then run the probes as forked children, `jobs` at a time.
 
-    Kills a probe after TIME_LIMIT_SECONDS.
+    Kills a probe after TIME_LIMIT_SECONDS, on a slow machine after TIME_LIMIT_IN_IMPORTS times as
+    long as the imports took.
     """
+    started = time.monotonic()
     for module in NURSERY:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    limit = max(TIME_LIMIT_SECONDS, TIME_LIMIT_IN_IMPORTS * (time.monotonic() - started))
     waiting, running = list(names), dict[int, tuple[str, float]]()
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -160,10 +168,10 @@ def _nursery(tree: Tree, names: Sequence[str], folder: Path, jobs: int) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
             name, began = running.pop(pid)
-            _finish(folder, name, status, time.monotonic() - began)
+            _finish(folder, name, status, time.monotonic() - began, limit)
         elif not pid:
             for child, (_, began) in running.items():
-                if time.monotonic() - began > TIME_LIMIT_SECONDS:
+                if time.monotonic() - began > limit:
                     os.killpg(child, signal.SIGKILL)
             time.sleep(0.02)
 
@@ -188,14 +196,14 @@ def _fork(tree: Tree, name: str, folder: Path) -> int:
     os._exit(0)
 
 
-def _finish(folder: Path, name: str, status: int, seconds: float) -> None:
+def _finish(folder: Path, name: str, status: int, seconds: float, limit: float) -> None:
     """Add the time to a probe's answer, or write an error if the probe did not answer."""
     path = folder / f"{name}.json"
     data: dict[str, Any] = {"finding": None, "remedy": None}
     if path.exists():
         data |= json.loads(path.read_text())
-    elif seconds > TIME_LIMIT_SECONDS:
-        data["error"] = f"no answer after {TIME_LIMIT_SECONDS} s"
+    elif seconds > limit:
+        data["error"] = f"no answer after {limit:.0f} s"
     else:
         last = _last_line((folder / f"{name}.log").read_text(errors="replace"))
         data["error"] = f"the probe ended without an answer (wait status {status}): {last}"

@@ -103,7 +103,10 @@ def check_hardware(target: Target, hardware: Hardware) -> None:
         action = "unset NIBBLE_TARGET"
     else:
         what = f"the target is {target.name}, but this machine does not have its GPU"
-        action = "unset NIBBLE_TARGET, or use `nibble plan` to plan for another machine"
+        action = (
+            "run a container with --gpus all; elsewhere unset NIBBLE_TARGET, or use `nibble plan`"
+            " to plan for another machine"
+        )
     raise NibbleError(ExitCode.NO_HARDWARE, what=what, expected=expected, action=action)
 
 
