@@ -22,8 +22,13 @@ TIMED_ROWS = (1, 16, 64)
 # W4A4 takes columns in 32s; on GPUs before SM12x its products are emulated.
 W4A4_SHAPES: tuple[Shape, ...] = ((4096, 4096), (1536, 2048), (1032, 1568))
 W4A4_ROWS = (1, 17, 33, 65, 200, 512)
+# The kernels take 32 and 16 rows at a time; above 64 rows a sparse weight is dequantized.
+FP8_ROWS = (1, 8, 9, 17, 33, 64)
+SPARSE_ROWS = (1, 8, 9, 17, 64, 65)
 EXPERT_SHAPES: tuple[Shape, ...] = ((8, 2, 1024, 768, 2), (8, 2, 512, 256, 2))
 EXPERT_ROWS = (1, 16, 60, 160)
+# The last shape has no gate, and fills no tile.
+W4A4_EXPERT_SHAPES: tuple[Shape, ...] = (*EXPERT_SHAPES, (6, 3, 528, 272, 1))
 HEAD_SHAPES: tuple[Shape, ...] = ((4000, 1024),)
 HEAD_ROWS = (1, 3, 8, 9)
 
@@ -63,7 +68,11 @@ def _gpu(target: Target, gpus: int, with_vllm: bool) -> Iterable[Trial]:
     for kernel in OUR_PARTS:
         yield Trial(kernel, "linear", kernel, "cuda", GPU_SHAPES, ROWS, TIMED_ROWS)
     yield Trial("w4a4", "linear", "w4a4:fp4", "cuda", W4A4_SHAPES, W4A4_ROWS, TIMED_ROWS[2:])
+    yield Trial("fp8", "fp8", "fp8", "cuda", GPU_SHAPES, FP8_ROWS, TIMED_ROWS[:2])
+    yield Trial("sparse", "linear", "sparse", "cuda", GPU_SHAPES, SPARSE_ROWS, TIMED_ROWS[:2])
     yield Trial(OUR_EXPERTS, "experts", OUR_EXPERTS, "cuda", EXPERT_SHAPES, EXPERT_ROWS)
+    kernel = "w4a4-experts"
+    yield Trial(kernel, "experts", kernel, "cuda", W4A4_EXPERT_SHAPES, EXPERT_ROWS)
     yield Trial("quantize", "quantize", "quantize", "cuda", CPU_SHAPES, CPU_ROWS)
     for kernel in vllm_kernels(target) if with_vllm else ():
         yield Trial(kernel, "linear", kernel, "cuda", VLLM_SHAPES, VLLM_ROWS, VLLM_TIMED_ROWS)

@@ -106,11 +106,16 @@ def parse_report(data: Mapping[str, Any]) -> Report:
     )
 
 
+# Bits that a weight's element takes, with its scales: trials whose weight is not NVFP4.
+BITS: Mapping[str, float] = {"fp8": 8, "sparse": 3.5}
+
+
 def gb_per_s(outcome: Outcome) -> Sequence[tuple[str, float]]:
     """Shape -> GB/s of codes and scales read with one row, for the table."""
     found: list[tuple[str, float]] = []
+    nbytes = BITS.get(outcome.name, 4.5) / 8
     for shape, times in outcome.times.items():
         rows, columns = map(int, shape.split("x"))
         if one := times.get("1"):
-            found.append((shape, rows * columns * 9 / 16 / one / 1e3))
+            found.append((shape, rows * columns * nbytes / one / 1e3))
     return found

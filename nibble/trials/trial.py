@@ -9,7 +9,7 @@ from typing import Any, Literal
 # Rows N and columns K of a weight. Of a layer of experts: experts, experts of a token, hidden and
 # intermediate size, and 2 for gate and up or 1 for up alone.
 Shape = tuple[int, ...]
-Task = Literal["conversions", "linear", "experts", "quantize", "head", "bandwidth", "links"]
+Task = Literal["conversions", "linear", "experts", "fp8", "quantize", "head", "bandwidth", "links"]
 Verdict = Literal["right", "wrong", "not finite", "hung", "crashed", "refused", "not run"]
 # A kernel with one of these is not used. `refused` says that it is not for this machine, and
 # `not run` that the time was over.
@@ -125,5 +125,5 @@ def _doing(phase: str) -> str:
 
 
 def planted(trials: Sequence[Trial], faults: Mapping[str, Fault]) -> tuple[Trial, ...]:
-    """The trials, with a fault in each kernel that `faults` names."""
-    return tuple(replace(trial, plant=faults.get(trial.kernel)) for trial in trials)
+    """The trials, with a fault in the kernel of each trial that `faults` names."""
+    return tuple(replace(trial, plant=faults.get(trial.name)) for trial in trials)

@@ -34,6 +34,10 @@ def prepared(device: str, rows: int, columns: int) -> tuple[Any, Tensor]:
     return PreparedWeight(codes, scales, found.rows, True), values_of(*weight)
 
 
+def e4m3(*shape: int) -> Tensor:
+    return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_rounded_once(kernels: ModuleType, device: str, dtype: torch.dtype) -> None:
@@ -62,7 +66,8 @@ def test_what_comes_before_is_quantized_with_it(kernels: ModuleType) -> None:
     scale = torch.tensor([50.0])
 
     def product(codes: Tensor, scales: Tensor, *_: Tensor) -> Tensor:
-        return w4a4.nvfp4_w4a4_product(codes, scales, weight, GLOBAL_SCALE, torch.bfloat16)
+        rows = w4a4.quantized_rows(codes, scales, tiled=True)
+        return w4a4.nvfp4_w4a4_product(rows, weight, GLOBAL_SCALE, torch.bfloat16)
 
     silu = w4a4.silu_mul_nvfp4_w4a4_linear(gate_up, scale, weight, GLOBAL_SCALE)
     assert_same_bits((silu,), (product(*quant.silu_mul_nvfp4_quant(gate_up, scale)),))
@@ -85,16 +90,56 @@ def test_the_self_test_compares_it(kernels: ModuleType) -> None:
 
 
 def test_what_it_does_not_take_is_named(kernels: ModuleType) -> None:
-    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_product
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_product, quantized_rows
 
     weight, _ = prepared("cpu", 24, 160)
-    codes, scales = torch.zeros(1, 80, dtype=torch.uint8), torch.zeros(128, 12)
+    codes, scales = torch.zeros(1, 80, dtype=torch.uint8), e4m3(128, 12)
+    x = quantized_rows(codes, scales, tiled=True)
     product: Any = nvfp4_w4a4_product
     with pytest.raises(ValueError, match="prepared with native=True"):
-        product(codes, scales, weight._replace(native=False), 1.0, torch.bfloat16)
+        product(x, weight._replace(native=False), 1.0, torch.bfloat16)
     with pytest.raises(ValueError, match="expected bfloat16 or float16"):
-        product(codes, scales, weight, 1.0, torch.float32)
-    with pytest.raises(ValueError, match="scales of 1 by 160 in 128x4 tiles; got 10"):
-        product(codes, scales[:1, :10], weight, 1.0, torch.bfloat16)  # row by row
+        product(x, weight, 1.0, torch.float32)
     with pytest.raises(ValueError, match="a multiple of 32 columns; got 144"):
-        product(codes[:, :72], scales, weight, 1.0, torch.bfloat16)
+        product(x._replace(codes=codes[:, :72]), weight, 1.0, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scales_of_the_other_layout_are_refused(kernels: ModuleType, device: str) -> None:
+    """Row by row they have the shape of tiled ones, if rows are in 128s and K in 64s."""
+    from nibble_kernels.activation_quant import nvfp4_quant
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_product, quantized_rows
+
+    weight, _ = prepared(device, 24, 192)
+    x = activations(128, 192, torch.bfloat16).to(device)
+    inverse = fitting_scale(x).to(device)
+    (codes, tiled), (_, by_row) = (nvfp4_quant(x, inverse, tiled=each) for each in (True, False))
+    assert tiled.shape == by_row.shape and not torch.equal(tiled.float(), by_row.float())
+    product: Any = nvfp4_w4a4_product
+    given = (quantized_rows(codes, tiled, tiled=True), quantized_rows(codes, by_row, tiled=False))
+    results = [product(each, weight, GLOBAL_SCALE, torch.bfloat16) for each in given]
+    assert_same_bits((results[0].cpu(),), (results[1].cpu(),))
+    for bare in (codes, (codes, by_row), (codes, tiled)):
+        with pytest.raises(TypeError, match=r"Use quantized_rows\(codes, scales, tiled=…\)"):
+            product(bare, weight, GLOBAL_SCALE, torch.bfloat16)
+    operator = torch.ops.nibble.nvfp4_w4a4_linear
+    options = (*weight[:3], GLOBAL_SCALE, None, None, False, False)
+    for other in (by_row[None], tiled.T, tiled.flatten()):
+        # A GPU's operator raises RuntimeError.
+        with pytest.raises((ValueError, RuntimeError), match="scales of 128 by 192 in 128x4 tiles"):
+            operator(codes, other, *options)
+
+
+def test_scales_have_the_shape_of_the_layout_that_they_are_given_as(kernels: ModuleType) -> None:
+    from nibble_kernels.nvfp4_linear.w4a4 import quantized_rows
+
+    codes, scales = torch.zeros(2, 3, 80, dtype=torch.uint8), e4m3(128, 12)
+    assert quantized_rows(codes, scales, tiled=True).tiled_scales.shape == (128, 12)
+    by_row = quantized_rows(codes, e4m3(2, 3, 10), tiled=False)
+    assert by_row.tiled_scales.shape == (128, 12)
+    with pytest.raises(ValueError, match=r"row by row, \[2, 3, 10\]; got \[128, 12\]"):
+        quantized_rows(codes, scales, tiled=False)
+    with pytest.raises(ValueError, match=r"in 128x4 tiles, \[128, 12\]; got \[6, 10\]"):
+        quantized_rows(codes, e4m3(6, 10), tiled=True)
+    with pytest.raises(ValueError, match=r"expected float8_e4m3fn scales; got torch\.float32"):
+        quantized_rows(codes, scales.float(), tiled=True)

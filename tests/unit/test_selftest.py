@@ -64,7 +64,7 @@ def test_a_healthy_gpu_passes_and_its_results_are_kept_for_plans(machine: Machin
     report = machine.selftest()
     assert report.exit_code == 0 and not report.findings
     names = {trial.name for trial in machine.trials}
-    assert {"decode", "warpgroup", "w4a4", "experts"} <= names
+    assert {"decode", "warpgroup", "w4a4", "fp8", "sparse", "experts", "w4a4-experts"} <= names
     assert {"vllm:auto:bf16", "vllm:humming:bf16"} <= names
     kept = open_record(machine.folder, report.place, print)
     assert kept.outcomes.keys() == names and report.states[0].startswith("GPU 0: P0, 1980")
@@ -124,9 +124,9 @@ def test_a_gpu_in_use_and_a_hot_one_are_named(machine: Machine) -> None:
 
 def test_planted_faults_reach_their_trials_and_are_not_kept(machine: Machine) -> None:
     machine.is_(HOPPER)
-    report = machine.selftest("decode=hang", "vllm:auto:bf16=crash")
-    planted = {trial.name: trial.plant for trial in machine.trials if trial.plant}
-    assert planted == {"decode": "hang", "vllm:auto:bf16": "crash"}
+    faults = {"decode": "hang", "vllm:auto:bf16": "crash", "w4a4": "nan", "w4a4-experts": "wrong"}
+    report = machine.selftest(*(f"{name}={fault}" for name, fault in faults.items()))
+    assert {trial.name: trial.plant for trial in machine.trials if trial.plant} == faults
     assert not open_record(machine.folder, report.place, print).outcomes
 
 

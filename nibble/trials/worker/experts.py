@@ -6,15 +6,20 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nibble.trials.trial import Shape, Times, Trial, shape_name
-from nibble.trials.worker.kernels import Refused
+from nibble.trials.worker.kernels import (
+    INPUT_SCALE,
+    Refused,
+    require_compiled,
+    stored_activations,
+)
 from nibble.trials.worker.planted import with_fault
 from nibble.trials.worker.tasks import Teller
 from nibble.trials.worker.timing import alone, beside_others, seconds_of
@@ -28,17 +33,23 @@ from nibble.trials.worker.truth import (
     values,
 )
 
-LIMIT = 0.02  # h is rounded to BF16 between the products
-PART_OF_NORMS = 2.0**-7
+if TYPE_CHECKING:
+    from nibble_kernels.nvfp4_moe.gpu import PreparedExperts
+
+# h is rounded to BF16 between the products. Where it is rounded to FP4, another order of its sums
+# may choose another code.
+LIMITS = {"bf16": 0.02, "fp4": 0.06}
+PART_OF_NORMS = {"bf16": 2.0**-7, "fp4": 2.0**-6}
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Prepared(NamedTuple):
-    """A layer in a kernel's layout, and the name of what computes."""
+    """A layer in a kernel's layout, the name of what computes and the format of activations."""
 
     call: Call
     ran: str
+    form: str = "bf16"
 
 
 class Layer:
@@ -55,13 +66,21 @@ class Layer:
         self.codes = [torch.stack([each.codes for each in part]) for part in parts]
         self.scales = [torch.stack([each.scales for each in part]) for part in parts]
         self.factors = torch.full((self.experts,), GLOBAL_SCALE, dtype=torch.float32, device=device)
+        # Of x and h, for FP4 activations: another one for each expert.
+        steps = torch.arange(self.experts, dtype=torch.float32, device=device) / self.experts
+        self.input_scales = [(1 + steps) * INPUT_SCALE, (2 - steps) * INPUT_SCALE]
 
     @property
     def activation(self) -> str:
         """A value of vLLM's MoEActivation."""
         return "silu" if self.gated else "relu2_no_mul"
 
-    def right(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def function(self) -> str:
+        """The same by its name in nibble_kernels."""
+        return "silu" if self.gated else "relu2"
+
+    def right(self, x: Tensor, weights: Tensor, ids: Tensor, form: str) -> tuple[Tensor, Tensor]:
         """The sum in float64, and for each result the bound of its error."""
         out = torch.zeros(len(x), self.hidden, dtype=torch.float64, device=x.device)
         norms = torch.zeros_like(out)
@@ -71,17 +90,25 @@ class Layer:
                 values(codes[expert], scales[expert]) * GLOBAL_SCALE
                 for codes, scales in zip(self.codes, self.scales, strict=True)
             )
-            h = self._activated(x[token].double() @ w13.T)
+            scales = [float(part[expert]) for part in self.input_scales]
+            h = self._activated(_stored(x[token], form, scales[0]) @ w13.T)
+            h = _stored(h, form, scales[1])
             factor = weights[token, place].double()[:, None]
             out.index_add_(0, token, factor * (h @ w2.T))
             norms.index_add_(0, token, factor * h.norm(dim=-1)[:, None] * w2.norm(dim=-1))
-        return out, PART_OF_RESULT * out.abs() + PART_OF_NORMS * norms
+        return out, PART_OF_RESULT * out.abs() + PART_OF_NORMS[form] * norms
 
     def _activated(self, sums: Tensor) -> Tensor:
         if not self.gated:
             return sums.relu().square()
         gate, up = sums.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
+
+
+def _stored(x: Tensor, form: str, input_scale: float) -> Tensor:
+    """x, or h, as it is multiplied, in float64."""
+    stored = stored_activations(x.bfloat16(), form, input_scale)
+    return x.double() if stored is None else stored
 
 
 @torch.inference_mode()
@@ -93,9 +120,9 @@ def run(trial: Trial, say: Teller) -> dict[str, Any]:
             name = shape_name(shape)
             say(f"prepare:experts {name}")
             layer = Layer(shape, trial.device)
-            call, ran = prepare(trial.kernel, layer)
+            call, ran, form = prepare(trial.kernel, layer)
             with beside_others(trial.lock):
-                fault, error = _compared(trial, layer, call, say)
+                fault, error = _compared(trial, layer, call, form, say)
             worst = max(worst, error)
             if fault:
                 return outcome(fault, worst, ran=ran, times=times)
@@ -113,12 +140,14 @@ def prepare(kernel: str, layer: Layer) -> Prepared:
         from nibble.trials.worker.vllm_experts import vllm_experts
 
         return Prepared(*vllm_experts(kernel.rpartition(":")[2], layer))
+    if kernel == "w4a4-experts":
+        return Prepared(_w4a4(layer), "nibble", "fp4")
     if layer.codes[0].is_cuda:
         return Prepared(_gpu(layer), "nibble")
     return Prepared(_cpu(layer, kernel), "nibble")
 
 
-def _compared(trial: Trial, layer: Layer, call: Call, say: Teller) -> tuple[str, float]:
+def _compared(trial: Trial, layer: Layer, call: Call, form: str, say: Teller) -> tuple[str, float]:
     """The first fault, empty if all sums are right, and the largest error."""
     worst = 0.0
     for rows in trial.rows:
@@ -130,7 +159,8 @@ def _compared(trial: Trial, layer: Layer, call: Call, say: Teller) -> tuple[str,
         y = with_fault(lambda x, w=weights, i=ids: call(x, w, i), trial.plant)(x)
         if not y.isfinite().all():
             return f"{place}: NaN or infinity", float("inf")
-        fault, error = judge(y.double(), *layer.right(x, weights, ids), LIMIT, place)
+        right = layer.right(x, weights, ids, form)
+        fault, error = judge(y.double(), *right, LIMITS[form], place)
         worst = max(worst, error)
         if fault:
             return fault, worst
@@ -184,23 +214,33 @@ def _routing(layer: Layer, rows: int, device: str, seed: int = 0) -> tuple[Tenso
 
 
 def _gpu(layer: Layer) -> Call:
-    from nibble_kernels import implementations
     from nibble_kernels.nvfp4_linear.weight import wants_native
-    from nibble_kernels.nvfp4_moe.gpu import nvfp4_weight_moe, prepare_experts
+    from nibble_kernels.nvfp4_moe.gpu import nvfp4_weight_moe
 
-    if (state := implementations().get("cuda", "")) != "compiled":
-        raise Refused(f"nibble-kernels: CUDA kernels are {state or 'not compiled'}")
+    require_compiled("cuda")
     if not layer.gated and torch.cuda.get_device_capability() != (9, 0):
         raise Refused("experts without gate are compiled for compute capability 9.0 alone")
-    native = wants_native(torch.bfloat16, layer.factors.device)
-    w13, w2 = (
-        prepare_experts(codes, scales, layer.factors, native)
-        for codes, scales in zip(layer.codes, layer.scales, strict=True)
-    )
-    function = "silu" if layer.gated else "relu2"
+    w13, w2 = _prepared(layer, wants_native(torch.bfloat16, layer.factors.device))
     return lambda x, weights, ids: nvfp4_weight_moe(
-        x, weights, ids, w13, w2, function=function, gated=layer.gated
+        x, weights, ids, w13, w2, function=layer.function, gated=layer.gated
     )
+
+
+def _w4a4(layer: Layer) -> Call:
+    from nibble_kernels.nvfp4_moe.w4a4 import nvfp4_w4a4_moe
+
+    require_compiled(layer.factors.device.type)
+    w13, w2 = _prepared(layer, native=True)
+    return lambda x, weights, ids: nvfp4_w4a4_moe(
+        x, weights, ids, w13, w2, *layer.input_scales, function=layer.function, gated=layer.gated
+    )
+
+
+def _prepared(layer: Layer, native: bool) -> Iterator[PreparedExperts]:
+    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+
+    for codes, scales in zip(layer.codes, layer.scales, strict=True):
+        yield prepare_experts(codes, scales, layer.factors, native)
 
 
 def _cpu(layer: Layer, kernel: str) -> Call:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from nibble.trials.worker.planted import Product
-from nibble.trials.worker.truth import Weight
+from nibble.trials.worker.truth import Weight, two_of_four
 
 INPUT_SCALE = 4.5 / 2688  # 4.5: the largest of some ten thousand normal numbers
+SPARSE = "sparse"
 
 
 class Refused(Exception):
@@ -49,7 +50,13 @@ def prepare(kernel: str, weight: Weight) -> Prepared:
 
         backend, _, form = rest.partition(":")
         return vllm_layer(backend, form or "bf16", weight)
+    require_compiled(weight.codes.device.type)
     return _OURS[kernel](weight)
+
+
+def fitting(kernel: str, weight: Weight) -> Weight:
+    """The weight, or one that the kernel for 2:4 sparse weights takes."""
+    return two_of_four(weight) if kernel == SPARSE else weight
 
 
 def _prepared(weight: Weight) -> Any:
@@ -59,17 +66,19 @@ def _prepared(weight: Weight) -> Any:
     return prepare_weight(weight.codes, weight.scales, native)
 
 
-def _require_compiled(weight: Weight) -> None:
+def require_compiled(device: str) -> None:
+    """Raises Refused. On the CPU an operator for GPUs is its specification."""
     from nibble_kernels import implementations
 
-    if weight.codes.is_cuda and (state := implementations().get("cuda", "")) != "compiled":
+    if device.startswith("cuda") and (state := implementations().get("cuda", "")) != "compiled":
         raise Refused(f"nibble-kernels: CUDA kernels are {state or 'not compiled'}")
 
 
 def _decode(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.gpu import MAX_DECODE_ROWS, nvfp4_decode_linear
 
-    return replace(_fused(weight, nvfp4_decode_linear), most_rows=MAX_DECODE_ROWS)
+    fused = _fused(weight, nvfp4_decode_linear, _prepared(weight))
+    return replace(fused, most_rows=MAX_DECODE_ROWS)
 
 
 def _warpgroup(weight: Weight) -> Prepared:
@@ -81,7 +90,7 @@ def _warpgroup(weight: Weight) -> Prepared:
 
     if weight.codes.is_cuda and torch.cuda.get_device_capability() != (9, 0):
         raise Refused("it is compiled for compute capability 9.0 alone")
-    prepared = _fused(weight, nvfp4_warpgroup_linear)
+    prepared = _fused(weight, nvfp4_warpgroup_linear, _prepared(weight))
     return replace(prepared, least_rows=MAX_DECODE_ROWS_SM90 + 1, most_rows=MAX_WARPGROUP_ROWS)
 
 
@@ -89,7 +98,6 @@ def _w4a4(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_linear
     from nibble_kernels.nvfp4_linear.weight import prepare_weight
 
-    _require_compiled(weight)
     inverse = torch.tensor([1 / INPUT_SCALE], device=weight.codes.device)
     scale = weight.global_scale * INPUT_SCALE
     tensors = prepare_weight(weight.codes, weight.scales, native=True)
@@ -100,6 +108,13 @@ def _w4a4(weight: Weight) -> Prepared:
     return replace(_of(tensors, product), form="fp4")
 
 
+def _sparse(weight: Weight) -> Prepared:
+    from nibble_kernels.nvfp4_sparse import nvfp4_sparse_weight_linear, pack_sparse
+
+    packed = pack_sparse(weight.codes, weight.scales, native=False)
+    return _fused(weight, nvfp4_sparse_weight_linear, packed)
+
+
 def _dequantized(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
 
@@ -108,20 +123,18 @@ def _dequantized(weight: Weight) -> Prepared:
     def product(tensors: Any) -> Product:
         return lambda x: (x @ nvfp4_dequantize_weight(tensors, columns, x).T) * weight.global_scale
 
-    _require_compiled(weight)
     return _of(_prepared(weight), product)
 
 
 def _whole(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
 
-    return _fused(weight, nvfp4_weight_linear)
+    return _fused(weight, nvfp4_weight_linear, _prepared(weight))
 
 
-def _fused(weight: Weight, operator: Callable[..., Tensor]) -> Prepared:
+def _fused(weight: Weight, operator: Callable[..., Tensor], tensors: Any) -> Prepared:
     """An operator with factors, bias and silu · mul."""
-    _require_compiled(weight)
-    tensors, scale = _prepared(weight), weight.global_scale
+    scale = weight.global_scale
 
     def with_factors(x: Tensor, factors: Tensor, bias: Tensor) -> Tensor:
         return operator(x, tensors, scale, column_scale=factors, bias=bias)
@@ -135,8 +148,8 @@ def _fused(weight: Weight, operator: Callable[..., Tensor]) -> Prepared:
 
 def _of(tensors: Any, product: Callable[[Any], Product]) -> Prepared:
     def again() -> Product:
-        copied = tensors._replace(codes=tensors.codes.clone(), scales=tensors.scales.clone())
-        return product(copied)
+        parts = (part.clone() if isinstance(part, Tensor) else part for part in tensors)
+        return product(type(tensors)(*parts))
 
     return Prepared(product(tensors), ran="nibble", again=again)
 
@@ -145,6 +158,7 @@ _OURS: dict[str, Callable[[Weight], Prepared]] = {
     "decode": _decode,
     "warpgroup": _warpgroup,
     "w4a4:fp4": _w4a4,
+    SPARSE: _sparse,
     "dequantized": _dequantized,
     "nibble": _whole,
 }
@@ -172,7 +186,7 @@ def _cpu(kernel: str, weight: Weight) -> Prepared:
     return Prepared(product(packed), form or "bf16", level, again)
 
 
-def stored_activations(x: Tensor, form: str) -> Tensor | None:
+def stored_activations(x: Tensor, form: str, input_scale: float = INPUT_SCALE) -> Tensor | None:
     """The activations that a kernel for FP4 ones multiplies, in float64; None for BF16."""
     if form == "bf16":
         return None
@@ -180,6 +194,6 @@ def stored_activations(x: Tensor, form: str) -> Tensor | None:
 
     from nibble.trials.worker.truth import values
 
-    inverse = torch.tensor(1 / INPUT_SCALE, dtype=torch.float32, device=x.device)
+    inverse = torch.tensor(1 / input_scale, dtype=torch.float32, device=x.device)
     codes, scales = nvfp4_quant(x, inverse, tiled=False, exact=True)
-    return values(codes, scales) * INPUT_SCALE
+    return values(codes, scales) * input_scale

@@ -41,6 +41,7 @@ TASKS: Mapping[Task, Run] = {
     "conversions": _lazy("conversions"),
     "linear": _lazy("linear"),
     "experts": _lazy("experts"),
+    "fp8": _lazy("fp8"),
     "quantize": _lazy("quantize"),
     "head": _lazy("head"),
     "bandwidth": _lazy("bandwidth"),

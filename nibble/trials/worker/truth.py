@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,18 @@ def random_weight(shape: Shape, device: str, seed: int = 0) -> Weight:
     )
     scales = exponents + 0.5
     return Weight(codes, scales.to(torch.float8_e4m3fn))
+
+
+def two_of_four(weight: Weight) -> Weight:
+    """The weight with zeros for two of each four columns of a row. All pairs of places follow each
+    other, so that of eight equal bytes both codes are kept.
+    """
+    device, (rows, columns) = weight.codes.device, weight.shape
+    places = torch.combinations(torch.arange(4, device=device))
+    pairs = torch.zeros(len(places), 4, dtype=torch.uint8, device=device).scatter_(1, places, 15)
+    fours = torch.arange(columns // 4, device=device)
+    kept = pairs[(torch.arange(rows, device=device)[:, None] + fours) % len(pairs)].flatten(1)
+    return replace(weight, codes=weight.codes & (kept[:, ::2] | kept[:, 1::2] << 4))
 
 
 def activations(rows: int, columns: int, device: str, seed: int = 1) -> Tensor:

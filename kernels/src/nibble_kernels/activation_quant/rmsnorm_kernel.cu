@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(kMaxThreads)
                          uint32_t vectors) {
   extern __shared__ uint4 row_sums[];
   __shared__ float chunk_sums[kMaxChunks];
+  instruction::let_next_kernel_start();
   const uint32_t row = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
   const uint32_t tiles = (vectors + 2 * kTileBlocks - 1) / (2 * kTileBlocks);
   const uint32_t chunks = (vectors + 31) / 32;

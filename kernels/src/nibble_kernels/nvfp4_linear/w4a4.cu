@@ -28,8 +28,8 @@ Problem problem_of(const Tensor& x, const Tensor& x_scales, const Tensor& codes,
       ((outputs / 2 + kGroup - 1) / kGroup) * ((columns + kChunk - 1) / kChunk);
   require(codes.numel() == tiles * kCodeBytes && scales.numel() == tiles * kScaleBytes, "a weight of ",
           outputs, " by ", columns, " is not what prepare_weight was given");
-  require(x_scales.numel() == round_up<int64_t>(tokens, kTileRows) *
-                                  round_up<int64_t>(columns / kBlock, kTileBlocks),
+  require(x_scales.dim() == 2 && x_scales.size(0) == round_up<int64_t>(tokens, kTileRows) &&
+              x_scales.size(1) == round_up<int64_t>(columns / kBlock, kTileBlocks),
           "expected scales of ", tokens, " by ", columns, " in 128x4 tiles");
   return p;
 }
@@ -38,9 +38,9 @@ Tensor nvfp4_w4a4_linear(const Tensor& x_codes, const Tensor& x_scales, const Te
                          const Tensor& scales, int64_t outputs, double global_scale,
                          const std::optional<Tensor>& column_scale, const std::optional<Tensor>& bias,
                          bool silu_mul, bool half) {
-  const Tensor x = torch::stable::contiguous(x_codes);
+  const Tensor x = torch::stable::contiguous(x_codes), tiled = torch::stable::contiguous(x_scales);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  Problem p = problem_of(x, x_scales, codes, scales, outputs);
+  Problem p = problem_of(x, tiled, codes, scales, outputs);
   const auto type = half ? ScalarType::Half : ScalarType::BFloat16;
   const Tensor out = torch::stable::new_empty(x, with_last(x, silu_mul ? outputs / 2 : outputs), type);
   if (p.tokens == 0) return out;

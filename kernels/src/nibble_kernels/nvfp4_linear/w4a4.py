@@ -6,7 +6,7 @@ Made for SM12x. Other GPUs emulate its products, which is for tests: docs/kernel
 from __future__ import annotations
 
 import math
-from typing import TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -17,14 +17,17 @@ from nibble_kernels.activation_quant import (
     silu_mul_nvfp4_quant,
 )
 from nibble_kernels.library import operator
+from nibble_kernels.nvfp4_linear import shape
 from nibble_kernels.nvfp4_linear.reference import dequantize, epilogue, matmul
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
-from nibble_kernels.scale_layout import BLOCK, tiled_shape, untile
+from nibble_kernels.scale_layout import BLOCK, tile, tiled_shape, untile
 
 __all__ = [
+    "QuantizedRows",
     "add_rmsnorm_nvfp4_w4a4_linear",
     "nvfp4_w4a4_linear",
     "nvfp4_w4a4_product",
+    "quantized_rows",
     "silu_mul_nvfp4_w4a4_linear",
 ]
 
@@ -44,9 +47,10 @@ def product_reference(
     """The specification: float32 throughout, rounded once at the end."""
     rows = x_codes.reshape(-1, x_codes.shape[-1])
     columns = 2 * rows.shape[1]
-    if x_scales.numel() != math.prod(tiled_shape(len(rows), columns // BLOCK)):
+    if x_scales.shape != (tiled := tiled_shape(len(rows), columns // BLOCK)):
         raise ValueError(
-            f"expected scales of {len(rows)} by {columns} in 128x4 tiles; got {x_scales.numel()}"
+            f"expected scales of {len(rows)} by {columns} in 128x4 tiles, {list(tiled)}; got"
+            f" {shape(x_scales)}"
         )
     x = dequantize(rows, untile(x_scales, len(rows), columns // BLOCK))
     y = matmul(x, *stored_weight(PreparedWeight(codes, scales, outputs, True), columns))
@@ -72,9 +76,34 @@ _product = operator(
 )
 
 
+class QuantizedRows(NamedTuple):
+    """Activations for nvfp4_w4a4_product, as quantized_rows makes them.
+
+    codes: uint8 [..., K/2]; tiled_scales: float8_e4m3fn, in 128x4 tiles. The shape of a tensor does
+    not tell its layout: with rows in 128s and K in 64s scales row by row have the same.
+    """
+
+    codes: Tensor
+    tiled_scales: Tensor
+
+
+def quantized_rows(codes: Tensor, scales: Tensor, *, tiled: bool) -> QuantizedRows:
+    """Codes, uint8 [..., K/2], with the scales that nvfp4_quant gives with this `tiled`.
+
+    Scales row by row are copied into tiles. Raises ValueError for scales of another type or shape.
+    """
+    if scales.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"expected float8_e4m3fn scales; got {scales.dtype}")
+    rows, blocks = math.prod(codes.shape[:-1]), codes.shape[-1] // (BLOCK // 2)
+    expected = tiled_shape(rows, blocks) if tiled else (*codes.shape[:-1], blocks)
+    if scales.shape != expected:
+        layout = "in 128x4 tiles" if tiled else "row by row"
+        raise ValueError(f"expected scales {layout}, {list(expected)}; got {shape(scales)}")
+    return QuantizedRows(codes, scales if tiled else tile(scales.reshape(rows, blocks)))
+
+
 def nvfp4_w4a4_product(
-    x_codes: Tensor,
-    x_scales: Tensor,
+    x: QuantizedRows,
     weight: PreparedWeight,
     global_scale: float,
     dtype: torch.dtype,
@@ -83,23 +112,28 @@ def nvfp4_w4a4_product(
     bias: Tensor | None = None,
     silu_mul: bool = False,
 ) -> Tensor:
-    """Codes, uint8 [..., K/2], with scales in 128x4 tiles, times the weight: [..., N] of `dtype`.
+    """x [..., K] times the weight: [..., N] of `dtype`.
 
     y = Σ_k x[k] · code[n, k] · scale[n, k/16] · global_scale · column_scale[n] + bias[n], summed in
     float32; with silu_mul silu(y[n]) · y[n + N/2], [..., N/2]. Rounded once. global_scale: the
     weight's times the activations'. K must be a multiple of 32, N of 8. The weight is prepared with
-    native=True; nvfp4_decode_linear takes the same. Raises ValueError. The order of additions
-    depends on K, N, the number of rows and the GPU's number of multiprocessors.
+    native=True; nvfp4_decode_linear takes the same. Raises ValueError, and TypeError for an x
+    that does not tell the layout of its scales. The order of additions depends on K, N, the number
+    of rows and the GPU's number of multiprocessors.
     """
+    if not isinstance(x, QuantizedRows):
+        raise TypeError(
+            "expected QuantizedRows, because scales row by row and in 128x4 tiles can have the same"
+            f" shape; got {type(x).__name__}. Use quantized_rows(codes, scales, tiled=…)."
+        )
     if not weight.native:
         raise ValueError("the weight must be prepared with native=True")
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"expected bfloat16 or float16; got {dtype}")
-    if x_codes.shape[-1] % BLOCK:
-        raise ValueError(f"rows must have a multiple of 32 columns; got {2 * x_codes.shape[-1]}")
+    if x.codes.shape[-1] % BLOCK:
+        raise ValueError(f"rows must have a multiple of 32 columns; got {2 * x.codes.shape[-1]}")
     half = dtype == torch.float16
-    tensors = (x_codes, x_scales, *weight[:3])
-    return _product(*tensors, global_scale, column_scale, bias, silu_mul, half)
+    return _product(*x, *weight[:3], global_scale, column_scale, bias, silu_mul, half)
 
 
 class ProductOptions(TypedDict, total=False):
@@ -118,8 +152,8 @@ def nvfp4_w4a4_linear(
     **options: Unpack[ProductOptions],
 ) -> Tensor:
     """nvfp4_w4a4_product of nvfp4_quant(x, input_scale_inv)."""
-    quantized = nvfp4_quant(x, input_scale_inv)
-    return nvfp4_w4a4_product(*quantized, weight, global_scale, x.dtype, **options)
+    quantized = quantized_rows(*nvfp4_quant(x, input_scale_inv), tiled=True)
+    return nvfp4_w4a4_product(quantized, weight, global_scale, x.dtype, **options)
 
 
 def silu_mul_nvfp4_w4a4_linear(
@@ -130,8 +164,8 @@ def silu_mul_nvfp4_w4a4_linear(
     **options: Unpack[ProductOptions],
 ) -> Tensor:
     """nvfp4_w4a4_product of silu(gate) · up, for x [..., gate | up]: one kernel quantizes both."""
-    quantized = silu_mul_nvfp4_quant(x, input_scale_inv)
-    return nvfp4_w4a4_product(*quantized, weight, global_scale, x.dtype, **options)
+    quantized = quantized_rows(*silu_mul_nvfp4_quant(x, input_scale_inv), tiled=True)
+    return nvfp4_w4a4_product(quantized, weight, global_scale, x.dtype, **options)
 
 
 def add_rmsnorm_nvfp4_w4a4_linear(
@@ -148,5 +182,6 @@ def add_rmsnorm_nvfp4_w4a4_linear(
     codes, scales, total = add_rmsnorm_nvfp4_quant(
         x, residual, norm_weight, input_scale_inv, epsilon
     )
-    y = nvfp4_w4a4_product(codes, scales, weight, global_scale, x.dtype, **options)
+    quantized = quantized_rows(codes, scales, tiled=True)
+    y = nvfp4_w4a4_product(quantized, weight, global_scale, x.dtype, **options)
     return y, total

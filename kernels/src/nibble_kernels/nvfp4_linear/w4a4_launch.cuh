@@ -6,13 +6,23 @@
 
 #include <algorithm>
 
+#include "nibble/overlap.cuh"
 #include "nvfp4_linear/w4a4.cuh"
 
 namespace nibble::w4a4 {
 
+constexpr uint32_t kClearThreads = 256;
+
+// A kernel, because no launch begins early behind a cudaMemsetAsync.
+__global__ void __launch_bounds__(kClearThreads) clear_flags(uint32_t* flags, uint32_t count) {
+  wait_for_kernel_before();
+  for (uint32_t i = threadIdx.x; i < count; i += kClearThreads) flags[i] = 0;
+}
+
 template <class T, class Form>
 __global__ void __launch_bounds__(kThreads, 1) multiply(const __grid_constant__ Problem problem) {
   extern __shared__ uint4 shared[];
+  wait_for_kernel_before();
   Multiplier<Form, Matrix<T, Form>>{{problem}, instruction::shared_place(shared)}.run();
 }
 
@@ -39,19 +49,17 @@ inline size_t part_bytes(uint32_t tokens, uint32_t blocks) {
 }
 inline size_t flag_bytes(uint32_t blocks) { return size_t{blocks} * kWarps * 4; }
 
-// Divided for `blocks`; `work` has the bytes of parts and flags.
+// Divided for `blocks`; `work` has the bytes of parts and flags. Both kernels may begin while the one before them
+// ends, and touch memory after that.
 template <class T>
 cudaError_t launch(Problem& p, uint32_t blocks, void* work, cudaStream_t stream) {
   p.shares.parts = static_cast<float4*>(work);
   p.shares.flags = reinterpret_cast<uint32_t*>(static_cast<char*>(work) + part_bytes(p.tokens, blocks));
-  cudaError_t error = cudaMemsetAsync(p.shares.flags, 0, flag_bytes(blocks), stream);
+  const cudaError_t error =
+      launch_early(1, kClearThreads, 0, stream, clear_flags, p.shares.flags, blocks * kWarps);
   if (error != cudaSuccess) return error;
   return for_form(p.tokens, [&]<class Form>(Form) {
-    const auto kernel = multiply<T, Form>;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Form::kSharedBytes);
-    if (error != cudaSuccess) return error;
-    kernel<<<blocks, kThreads, Form::kSharedBytes, stream>>>(p);
-    return cudaGetLastError();
+    return launch_early(blocks, kThreads, Form::kSharedBytes, stream, multiply<T, Form>, p);
   });
 }
 

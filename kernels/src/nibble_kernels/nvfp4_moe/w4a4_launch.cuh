@@ -4,17 +4,13 @@
 
 #include <cuda_runtime.h>
 
+#include "nibble/overlap.cuh"
 #include "nvfp4_moe/add_up.cuh"
 #include "nvfp4_moe/w4a4.cuh"
 
 namespace nibble::w4a4_experts {
 
 constexpr uint32_t kRowThreads = 256, kSumThreads = 128;
-
-__device__ __forceinline__ void wait_for_kernel_before() {
-  instruction::let_next_kernel_start();
-  instruction::wait_for_previous_kernel();
-}
 
 __global__ void __launch_bounds__(kRouteThreads)
     order_pairs(const __grid_constant__ Routing routing, uint32_t tokens) {
@@ -44,25 +40,6 @@ __global__ void __launch_bounds__(kSumThreads)
   wait_for_kernel_before();
   experts::add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, ids, experts, products, out, tokens, topk,
                            pieces);
-}
-
-// A launch that may begin while the kernel before it ends.
-template <class... Parameters, class... Arguments>
-cudaError_t start(uint32_t blocks, uint32_t threads, uint32_t shared_bytes, cudaStream_t stream,
-                  void (*kernel)(Parameters...), const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes));
-  return error == cudaSuccess ? cudaLaunchKernelEx(&config, kernel, arguments...) : error;
 }
 
 // A layer of experts, for some tokens.
@@ -101,8 +78,8 @@ class Launches {
                           at<uint32_t>(work, workspace_.counts),
                           at<uint32_t>(work, workspace_.flags),
                           2 * flags()};
-    return start(1, kRouteThreads, kSlices * layer_.experts * 4, stream, order_pairs, routing,
-                 Form::kTokens);
+    return launch_early(1, kRouteThreads, kSlices * layer_.experts * 4, stream, order_pairs, routing,
+                        Form::kTokens);
   }
 
   // The intermediate.
@@ -116,9 +93,9 @@ class Launches {
                                       workspace_.quantized_inner, workspace_.products, true);
     if (error != cudaSuccess) return error;
     const uint32_t pieces = layer_.second.outputs / kVector;
-    return start(quotient_up(layer_.tokens * pieces, kSumThreads), kSumThreads, 0, stream, add_up<T>,
-                 layer_.ids, layer_.experts, at<const uint4>(work, workspace_.products), layer_.out,
-                 layer_.tokens, layer_.topk, pieces);
+    return launch_early(quotient_up(layer_.tokens * pieces, kSumThreads), kSumThreads, 0, stream, add_up<T>,
+                        layer_.ids, layer_.experts, at<const uint4>(work, workspace_.products), layer_.out,
+                        layer_.tokens, layer_.topk, pieces);
   }
 
   cudaError_t all(void* work, cudaStream_t stream) const {
@@ -144,7 +121,7 @@ class Launches {
     const uint32_t warps = layer_.pairs() * quotient_up(weight.chunks, 2);
     const uint32_t row_blocks = std::min(4 * blocks_, quotient_up(warps, kRowThreads / kLanes));
     const cudaError_t error =
-        start(row_blocks, kRowThreads, 0, stream, quantize<T, Form, Convert>, quantization);
+        launch_early(row_blocks, kRowThreads, 0, stream, quantize<T, Form, Convert>, quantization);
     if (error != cudaSuccess) return error;
     const Problem problem{weight,
                           to,
@@ -156,7 +133,7 @@ class Launches {
                           {at<float4>(work, workspace_.shares),
                            at<uint32_t>(work, workspace_.flags) + (is_second ? flags() : 0)},
                           is_second};
-    return start(blocks_, w4a4::kThreads, Form::kSharedBytes, stream, multiply<T, Form>, problem);
+    return launch_early(blocks_, w4a4::kThreads, Form::kSharedBytes, stream, multiply<T, Form>, problem);
   }
 
   Layer layer_;

@@ -198,6 +198,7 @@ __device__ __forceinline__ void quantize_rows(const Source& source, const Rule& 
 template <class Source, class Rule, bool Tiled>
 __global__ void __launch_bounds__(32 * kWarps, 4)
     quantize(Source source, typename Rule::Parameters parameters, Output output, Grid grid) {
+  instruction::let_next_kernel_start();
   const Rule rule(parameters);
   for (uint32_t group = blockIdx.y; group < grid.row_groups; group += gridDim.y) {
     quantize_rows<Source, Rule, Tiled>(source, rule, output, grid,
