@@ -13,7 +13,7 @@ step selftest 200 "${nibble[@]}" selftest --out /tmp/R/selftest.json
 only=() plant=(--plant decode=hang --plant warpgroup=wrong --plant dequantized=nan --plant experts=crash)
 plant+=(--plant w4a4=nan --plant w4a4-experts=hang --plant fp8=wrong --plant sparse=crash)
 for trial in decode warpgroup dequantized experts conversions quantize w4a4 w4a4-experts fp8 sparse; do only+=(--only "${trial}"); done
-step selftest_planted 60 "${nibble[@]}" selftest "${only[@]}" "${plant[@]}" --out /tmp/R/selftest_planted.json
+step selftest_planted 100 "${nibble[@]}" selftest "${only[@]}" "${plant[@]}" --out /tmp/R/selftest_planted.json
 shapes=() fp4=()
 for shape in 6144x4096 4096x4096 24576x4096 4096x12288; do
   shapes+=(--shape "${shape}") fp4+=(--shape "${shape}:fp4")
