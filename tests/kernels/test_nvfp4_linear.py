@@ -33,7 +33,7 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 17, 33, 260)  # both loops and their groups of rows
 ONE = torch.ones(())
 
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+LEVELS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16")
 
 
 @pytest.fixture(params=["reference", *LEVELS])
@@ -227,6 +227,7 @@ def test_the_levels_are_those_of_the_processor(kernels: object) -> None:
         "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_vbmi", "avx512_vnni"},
         "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
         "avx512": {"avx512f"},
+        "avx_vnni": {"avx2", "fma", "f16c", "avx_vnni"},
         "avx2": {"avx2", "fma", "f16c"},
         "portable": set(),
     }
@@ -325,7 +326,7 @@ def test_a_row_does_not_depend_on_the_others(level: str) -> None:
     few, many = linear(level, x[:8], weight, scales), linear(level, x, weight, scales)
     for row in range(8):
         assert torch.equal(linear(level, x[row : row + 1], weight, scales), few[row : row + 1])
-    if level in ("avx2", "avx512_vnni"):  # words
+    if level in ("avx2", "avx_vnni", "avx512_vnni"):  # words
         halves = x.bfloat16()
         assert torch.equal(
             linear(level, halves[:8], weight, scales), linear(level, halves, weight, scales)[:8]

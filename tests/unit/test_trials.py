@@ -123,7 +123,7 @@ def test_every_kernel_in_a_targets_file_is_tried(name: str) -> None:
 
 def test_the_best_instructions_of_a_cpu_are_a_plans() -> None:
     cpu = load_target("cpu")
-    ran = {f"cpu:{level}:{form}": level for level in CPU_LEVELS[:3] for form in ("bf16", "fp4")}
+    ran = {f"cpu:{level}:{form}": level for level in CPU_LEVELS[:4] for form in ("bf16", "fp4")}
     used = used_by_plans(cpu, [*ran, "head", "bandwidth"], ran)
     assert used == {"cpu:avx512:bf16", "cpu:avx512:fp4", "head"}
     slower = [outcome("cpu:avx2:bf16", "wrong"), outcome("cpu:avx512:bf16")]

@@ -9,7 +9,7 @@
 namespace nibble::cpu {
 namespace {
 
-constexpr int64_t kLanes = 32, kPieceBytes = 128 << 10, kLevelWithAvx2 = 1, kLevelWithBf16 = 4;
+constexpr int64_t kLanes = 32, kPieceBytes = 128 << 10, kLevelWithAvx2 = 1, kLevelWithBf16 = 5;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));

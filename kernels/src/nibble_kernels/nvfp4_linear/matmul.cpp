@@ -12,24 +12,31 @@ extern const FloatLoops kPortableFloats;
 extern const ByteLoops kPortableBytes;
 #if NIBBLE_HAS_X86_LEVELS
 extern const FloatLoops kAvx2Floats, kAvx512Floats, kAvx512Bf16Floats;
-extern const ByteLoops kAvx2Bytes, kAvx512VnniBytes;
-extern const WordLoops kAvx2Words, kAvx512VnniWords;
+extern const ByteLoops kAvx2Bytes, kAvxVnniBytes, kAvx512VnniBytes;
+extern const WordLoops kAvx2Words, kAvxVnniWords, kAvx512VnniWords;
 #endif
 
 const std::vector<const MatmulLevel*>& matmul_levels() {
   static const std::vector<const MatmulLevel*> levels = [] {
     std::vector<const MatmulLevel*> found;
 #if NIBBLE_HAS_X86_LEVELS
-    static const MatmulLevel kBf16{4, &kAvx512Bf16Floats, &kAvx512VnniBytes, nullptr},
-        kVnni{3, &kAvx512Floats, &kAvx512VnniBytes, &kAvx512VnniWords},
-        kAvx512{2, &kAvx512Floats, &kAvx2Bytes, nullptr}, kAvx2{1, &kAvx2Floats, &kAvx2Bytes, &kAvx2Words};
+    static const MatmulLevel kBf16{5, &kAvx512Bf16Floats, &kAvx512VnniBytes, nullptr},
+        kVnni{4, &kAvx512Floats, &kAvx512VnniBytes, &kAvx512VnniWords},
+        kAvx512{3, &kAvx512Floats, &kAvx2Bytes, nullptr},
+        kAvxVnni{2, &kAvx2Floats, &kAvxVnniBytes, &kAvxVnniWords}, kAvx2{1, &kAvx2Floats, &kAvx2Bytes, &kAvx2Words};
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and so F16C
     const bool avx512 = NIBBLE_HAS_AVX512 && avx2 && __builtin_cpu_supports("avx512f");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+#ifdef NIBBLE_AVX_VNNI_BY_AVX512
+    const bool avx_vnni = avx2 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#else
+    const bool avx_vnni = avx2 && __builtin_cpu_supports("avxvnni");
+#endif
     if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&kBf16);
     if (vnni) found.push_back(&kVnni);
     if (avx512) found.push_back(&kAvx512);
+    if (avx_vnni) found.push_back(&kAvxVnni);
     if (avx2) found.push_back(&kAvx2);
 #endif
     static const MatmulLevel kPortable{0, &kPortableFloats, &kPortableBytes, nullptr};

@@ -1,0 +1,64 @@
+// nvfp4_matmul.h with the products of AVX-VNNI, in registers of AVX2. With NIBBLE_AVX_VNNI_BY_AVX512 the same
+// products have the encoding of AVX-512, for tests on processors that have only that.
+#include "nibble/nvfp4_matmul.h"
+
+#include "nibble/arch.h"
+
+#if NIBBLE_HAS_X86_LEVELS
+#include <immintrin.h>
+
+#include <cstring>
+
+#ifdef NIBBLE_AVX_VNNI_BY_AVX512
+#pragma GCC target("avx2,fma,f16c,avx512vl,avx512vnni")
+#define NIBBLE_DPBUSD _mm256_dpbusd_epi32
+#define NIBBLE_DPWSSD _mm256_dpwssd_epi32
+#else
+#pragma GCC target("avx2,fma,f16c,avxvnni")
+#define NIBBLE_DPBUSD _mm256_dpbusd_avx_epi32
+#define NIBBLE_DPWSSD _mm256_dpwssd_avx_epi32
+#endif
+
+namespace nibble::cpu {
+namespace {
+
+#include "nibble/nvfp4_lanes_avx2.h"
+
+constexpr int kFewOfBytes = 8, kTilesOfBytes = 1, kRowsOfBytes = 4;
+constexpr int64_t kDepthOfBytes = 128;
+
+inline Bytes start_of_sums(const QuantizedRows& x, int64_t at) {
+  const __m256i offset = _mm256_set1_epi32(x.offsets[at]);
+  return {offset, offset};
+}
+
+inline Bytes multiply_bytes(Bytes sums, Bytes w, const int8_t* x) {
+  const __m256i each = broadcast_four(x);
+  return {in_order(NIBBLE_DPBUSD(sums.low, w.low, each)), in_order(NIBBLE_DPBUSD(sums.high, w.high, each))};
+}
+
+// The product of the scales is exact, and so is its product with a sum. It needs no sum, so it waits for none.
+inline void add_scaled(Bytes sums, const Lanes& scale, const QuantizedRows& x, int64_t at, Lanes& total) {
+  total = fma({_mm256_cvtepi32_ps(sums.low), _mm256_cvtepi32_ps(sums.high)}, scale * broadcast(x.scales[at]), total);
+}
+
+#include "nibble/nvfp4_row_groups.h"
+#include "nibble/nvfp4_matmul_bytes.h"
+
+constexpr int kFewOfWords = 4, kRowsOfWords = 4;
+
+// At most 16 · 12 · 2^8 · 2^15 in 32 bits.
+inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
+  const __m256i both = broadcast_four(x);
+  return {in_order(NIBBLE_DPWSSD(sums.low, w.low, both)), in_order(NIBBLE_DPWSSD(sums.high, w.high, both))};
+}
+
+#include "nibble/nvfp4_matmul_words.h"
+
+}  // namespace
+
+extern const WordLoops kAvxVnniWords = kWordLoops;
+extern const ByteLoops kAvxVnniBytes = kByteLoops;
+
+}  // namespace nibble::cpu
+#endif
