@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from host_floor import wait_until_ready  # noqa: E402
 from machine import machine  # noqa: E402
+from serve_load import fetched, stop  # noqa: E402
 from start_time import describe_model  # noqa: E402
 
 SIDES = ("vllm", "nibble")
@@ -127,25 +128,6 @@ def token_bytes(model: Path, kv: str) -> int:
     config = json.loads((model / "config.json").read_text())
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     return layers * heads * config["head_dim"] * 2 * (1 if kv == "fp8" else 2)
-
-
-def stop(servers: dict[str, subprocess.Popen[bytes]]) -> None:
-    for server in servers.values():
-        server.send_signal(signal.SIGTERM)
-    for server in servers.values():
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def fetched(port: int, path: str) -> str:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as page:
-            return page.read().decode()
-    except OSError as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return ""
 
 
 def decided(side: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 # Sourced by lanes. Puts the default model into nibble's cache, and starts and ends a server of ${model}: the demo without the
 # model's parts.
 # shellcheck shell=bash
+export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=4
+export GPU_MEMORY_UTIL=0.3 NIBBLE_KV_CACHE_BYTES=$((4 << 30))
 model=models/nibble-demo-nvfp4
 if compgen -G "${PARTS}/model.tar.*" >/dev/null; then
   mkdir -p "${NIBBLE_CACHE_DIR}/models"

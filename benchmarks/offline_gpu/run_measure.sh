@@ -4,9 +4,7 @@
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-export CUDA_VISIBLE_DEVICES=${LANE_GPU:-0} VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=4
 export NIBBLE_CACHE_DIR=/tmp/measure_cache PORT=9301 NIBBLE_CONTROL_PORT=9302
-export GPU_MEMORY_UTIL=0.3 NIBBLE_KV_CACHE_BYTES=$((4 << 30))
 source benchmarks/offline_gpu/default_model.sh
 serve /tmp/R/server_measure.log && {
   step measure_status 10 curl -sf "http://127.0.0.1:${NIBBLE_CONTROL_PORT}/status"

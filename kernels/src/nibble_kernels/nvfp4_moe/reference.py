@@ -14,6 +14,8 @@ of the expert. A negative expert id is an expert of another process and adds not
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,29 @@ def apply(x: Tensor, function: str, alpha: float) -> Tensor:
     if function == "relu2":
         return x.relu().square()
     return torch.nn.functional.gelu(x, approximate="tanh" if function == "gelu_tanh" else "none")
+
+
+def rounded_moe(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    experts: int,
+    columns: int,
+    product: Callable[[Tensor, int, bool], Tensor],
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The specification of the GPU's kernels for a whole layer, [T, columns]. The intermediate,
+    each product and the sum are rounded once.
+
+    product(rows, expert, is_first): float32 rows times w13 or w2 of one expert.
+    """
+    ids, topk = topk_ids.reshape(-1), topk_ids.shape[1]
+    y = torch.zeros(len(ids), columns, device=x.device)
+    for expert in ids[(ids >= 0) & (ids < experts)].unique().tolist():
+        pairs = (ids == expert).nonzero()[:, 0]
+        h = activation(product(x[pairs // topk], expert, True)).to(x.dtype)
+        y[pairs] = product(h, expert, False) * topk_weights.reshape(-1)[pairs, None]
+    return y.to(x.dtype).float().unflatten(0, (-1, topk)).sum(1).to(x.dtype)
 
 
 def nvfp4_moe(

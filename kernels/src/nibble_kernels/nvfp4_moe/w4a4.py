@@ -16,7 +16,7 @@ from nibble_kernels.nvfp4_linear import check_factor, shape
 from nibble_kernels.nvfp4_linear.reference import matmul, round_to_nvfp4
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
 from nibble_kernels.nvfp4_moe.gpu import FUNCTIONS, MAX_EXPERTS, PreparedExperts
-from nibble_kernels.nvfp4_moe.reference import activate
+from nibble_kernels.nvfp4_moe.reference import activate, rounded_moe
 
 __all__ = ["nvfp4_w4a4_moe"]
 
@@ -44,17 +44,16 @@ def _reference(
     beta: float,
     form: int,
 ) -> Tensor:
-    """The specification: the intermediate, each product and the sum are rounded once."""
-    ids, topk = topk_ids.reshape(-1), topk_ids.shape[1]
     w13 = (w13_codes, w13_scales, w13_global_scales, w13_input_scale, w13_bias, w13_rows)
     w2 = (w2_codes, w2_scales, w2_global_scales, w2_input_scale, w2_bias, w2_rows)
-    y = torch.zeros(len(ids), w2_rows, device=x.device)
-    for expert in ids[(ids >= 0) & (ids < len(w13_codes))].unique().tolist():
-        pairs = (ids == expert).nonzero()[:, 0]
-        h = _expert_product(x[pairs // topk], expert, *w13)
-        h = activate(h, FUNCTIONS[function], gated, False, limit, alpha, beta).to(x.dtype)
-        y[pairs] = _expert_product(h, expert, *w2) * topk_weights.reshape(-1)[pairs, None]
-    return y.to(x.dtype).float().unflatten(0, (-1, topk)).sum(1).to(x.dtype)
+
+    def product(rows: Tensor, expert: int, is_first: bool) -> Tensor:
+        return _expert_product(rows, expert, *(w13 if is_first else w2))
+
+    def activation(h: Tensor) -> Tensor:
+        return activate(h, FUNCTIONS[function], gated, False, limit, alpha, beta)
+
+    return rounded_moe(x, topk_weights, topk_ids, len(w13_codes), w2_rows, product, activation)
 
 
 def _expert_product(
