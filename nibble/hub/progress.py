@@ -10,7 +10,7 @@ from typing import Literal
 from nibble.machine.disk import gib
 
 PROGRESS_SECONDS = 0.5  # between two reports
-Stage = Literal["download", "verify", "convert", "measure", "write", "reference", "trials"]
+Stage = Literal["download", "verify", "convert", "measure", "quantize", "reference", "trials"]
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _relabel(model: Original, dest: Path, to: Any, wishes: Wishes, on_progress: 
         to, found.config, hf_quant, weights, _plain_modules(found.tensors, weights)
     )
     write_configs(dest, found.config, to, "fp4" if keep else "bf16", ignore, found.scheme.kv_cache)
-    values = model.counted("write", found.tensors.values(), on_progress)
+    values = model.counted("quantize", found.tensors.values(), on_progress)
     make = one_by_one(values, conversion.data)
     rewrite(dest, found.tensors, conversion.outputs, make, model.indexes)
     return len(weights), ()
@@ -266,7 +266,7 @@ def _quantize(
         return len(modules), known.kept
     with _encoder(model, dest, parts, modules, wishes, on_progress) as encode:
         conversion = Quantization(parts, encode, scales, caches)
-        values = model.counted("write", tensors.values(), on_progress)
+        values = model.counted("quantize", tensors.values(), on_progress)
         make = one_by_one(values, conversion.data)
         rewrite(dest, tensors, conversion.outputs, make, model.indexes)
     return len(modules), known.kept
@@ -320,7 +320,7 @@ def _pack(model: Original, dest: Path, _to: str, wishes: Wishes, on_progress: On
         "quartet-packed", found.config, None, modules, _plain_modules(tensors, modules)
     )
     write_configs(dest, found.config, "quartet-packed", "bf16", ignore, None)
-    values = model.counted("write", tensors.values(), on_progress)
+    values = model.counted("quantize", tensors.values(), on_progress)
     make = one_by_one(values, conversion.data)
     rewrite(dest, tensors, conversion.outputs, make, model.indexes)
     return len(parts), ()

@@ -80,7 +80,7 @@ class OnePass:
     ) -> None:
         self._parts, self._model, self._wishes = parts, model, wishes
         self._input_scales, self._cache_scales = input_scales, cache_scales
-        self._count = counter("write", model.found.tensors.values(), on_progress)
+        self._count = counter("quantize", model.found.tensors.values(), on_progress)
         self._memory = Memory()
 
     def outputs(self, info: TensorInfo) -> list[TensorInfo]:

@@ -50,7 +50,10 @@ class Original:
     bf16_folder: Callable[[Path], AbstractContextManager[Path]]
 
     def counted(
-        self, stage: Literal["measure", "write"], tensors: Iterable[TensorInfo], report: OnProgress
+        self,
+        stage: Literal["measure", "quantize"],
+        tensors: Iterable[TensorInfo],
+        report: OnProgress,
     ) -> Values:
         """`values`, which reports what it read of `tensors`."""
         count_up = counter(stage, tensors, report)
@@ -69,7 +72,7 @@ class Original:
 
 
 def counter(
-    stage: Literal["measure", "write"], tensors: Iterable[TensorInfo], report: OnProgress
+    stage: Literal["measure", "quantize"], tensors: Iterable[TensorInfo], report: OnProgress
 ) -> Callable[[int], None]:
     """A function that reports the progress in reading `tensors`, given how many more bytes of them,
     in BF16 or as a folder has them, were read.
