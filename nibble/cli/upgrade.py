@@ -70,15 +70,16 @@ class Report:
     @property
     def in_the_way(self) -> int:
         """Findings to resolve before an upgrade; a patch that still applies is not one."""
-        to_port = {f"{_OF_SERIES}{name}" for name in self.to_port}
-        fits = {
-            line.fix
-            for line in self.patches
-            if line.word == "needed" and line.fix.startswith(_OF_SERIES) and line.fix not in to_port
-        }
-        lines = [line for line in (*self.patches, *self.others) if not line.in_order]
-        found = [line for line in lines if line.fix not in fits]
+        found = [
+            line
+            for line in (*self.patches, *self.others)
+            if not line.in_order and not self._still_applies(line)
+        ]
         return len(found) + len(self.recipes) + sum(len(one.refusals) for one in self.models)
+
+    def _still_applies(self, line: Line) -> bool:
+        is_ours = line.word == "needed" and line.fix.startswith(_OF_SERIES)
+        return is_ours and line.fix.removeprefix(_OF_SERIES) not in self.to_port
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for --json."""
