@@ -17,6 +17,7 @@ from tests.support.in_vllm import cloverlm_answers as cloverlm
 from tests.support.in_vllm import vllm_logprobs
 from tests.support.kernels.kernel_cases import assert_rounded_once, packed_weight, values_of
 from tests.support.models import cloverlm_models
+from tests.support.models.generated_families import SHAPE, as_llama, as_mistral, as_qwen2, changed
 from tests.support.models.generated_nvfp4 import Form, Shape, write_checkpoint
 from tests.support.paths import python_path
 from tests.support.vllm_plugins import gpu_kernel_anywhere
@@ -67,6 +68,25 @@ def test_gate_and_up_come_with_silu_mul_and_answer_as_before(
     assert largest_difference(ours[1], compressed) < BF16_ROUNDING
     layers = [f"model.layers.{i}.mlp.gate_up_proj" for i in range(Shape().layers)]
     assert fused == [[], [], layers, layers]
+
+
+def test_decoder_layers_are_chained_and_answer_as_before(installed: Path, tmp_path: Path) -> None:
+    """Of four families: a short prompt, and one with more rows than the decode kernel takes."""
+    families = {"llama": as_llama, "mistral": as_mistral, "qwen2": as_qwen2}
+    folders = [changed(tmp_path / name, change) for name, change in families.items()]
+    folders.append(write_checkpoint(tmp_path / "qwen3", SHAPE, "modelopt"))
+    jobs: list[vllm_logprobs.Job] = [
+        (str(folder), OPTIONS | options, prompt)
+        for folder in folders
+        for prompt in (PROMPT, PROMPT * 13)
+        for options in ({}, OUR_OPTIONS)
+    ]
+    found, _ = run(installed, tmp_path, jobs)
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert largest_difference(one, other) < BF16_ROUNDING
+    lines = (tmp_path / "fused.chained").read_text().splitlines()
+    layers = [f"model.layers.{i}" for i in range(SHAPE.layers)]
+    assert [json.loads(line) for line in lines] == [[], layers] * (len(jobs) // 2)
 
 
 def test_a_shape_that_is_left_to_vllm_has_another_kernel_and_answers_as_before(

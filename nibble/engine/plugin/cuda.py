@@ -103,9 +103,17 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
         self.rows, self.native = prepared.rows, prepared.native
 
     def apply_weights(
-        self, layer: Any, x: Tensor, bias: Tensor | None = None, *, silu_mul: bool = False
+        self,
+        layer: Any,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        silu_mul: bool = False,
     ) -> Tensor:
-        """x [..., K] to [..., N], or to [..., N/2] with silu_mul."""
+        """x [..., K] to [..., N], or to [..., N/2] with silu_mul, plus a residual of that shape.
+        Sparse weights take no residual.
+        """
         options: dict[str, Any] = {
             "column_scale": getattr(layer, "weight_column_scale", None),
             "bias": bias,
@@ -117,7 +125,7 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
             sparse = SparseWeight(codes, layer.weight_places, scales, self.rows, self.native)
             return nvfp4_sparse_weight_linear(x, sparse, self.global_scale, **options)
         weight = PreparedWeight(codes, scales, self.rows, self.native)
-        return nvfp4_weight_linear(x, weight, self.global_scale, **options)
+        return nvfp4_weight_linear(x, weight, self.global_scale, residual=residual, **options)
 
 
 class _GpuExperts(Experts):

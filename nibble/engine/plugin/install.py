@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 
 from nibble.engine.plugin import (
+    chain_layers,
     cloverlm,
     compact_json,
     cpu_cache,
@@ -51,6 +52,7 @@ def install() -> None:
     lm_head.register_head()
     mtp.register_draft_projection()
     fuse_silu.follow_loading()
+    chain_layers.follow_loading()
     pulse.register()
     queues.size_answer_queue()
     queues.sleep_between_looks()

@@ -76,8 +76,9 @@ void multiply_some(Run& run, uint32_t tokens) {
   p.groups_per_cluster = p.groups / division.clusters;
   const bool totals = p.ranks > 1 || p.chunks_per_phase < p.chunks;
   uint32_t bytes = Form::shared_bytes(p.chunks_per_phase, p.tokens, totals);
-  // Two blocks of a cluster on one multiprocessor would leave another idle.
-  if (p.ranks > 1) bytes = std::max(bytes, run.device.shared_bytes / 2 + 1024);
+  // Two blocks on one multiprocessor would leave another idle: of a cluster, or of the kernel that follows, which
+  // may begin while this one ends.
+  bytes = std::max(bytes, run.device.shared_bytes / 2 + 1024);
   Launch launch(division.clusters * p.ranks, p.ranks, Form::kThreads, bytes, run.stream);
   launch(multiply<T, Operand, Form>, p);
 }
@@ -125,6 +126,9 @@ Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tenso
   Problem problem = problem_of(x, codes, outputs, scales, 1);
   problem.column_scale = static_cast<const float*>(data_or_null(column_scale));
   problem.bias = data_or_null(bias);
+  require(!residual || (residual->numel() == out.numel() && residual->is_contiguous() &&
+                        residual->scalar_type() == out.scalar_type()),
+          "a residual must have the result's shape and type");
   problem.residual = data_or_null(residual);
   problem.out = out.mutable_data_ptr();
   problem.upper_global_scale = problem.lower_global_scale = static_cast<float>(global_scale);

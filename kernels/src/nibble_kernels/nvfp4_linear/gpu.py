@@ -57,12 +57,8 @@ def _decode_reference(
     return y.to(x.dtype)
 
 
-def _decode_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[5] else 1)))
-
-
 def _linear_fake(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, *rest: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[4] else 1)))
+    return x.new_empty((*x.shape[:-1], outputs // (2 if rest[5] else 1)))
 
 
 def _dequantize_reference(
@@ -97,60 +93,45 @@ def _weight_linear(
     global_scale: float,
     column_scale: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     batch_invariant: bool,
 ) -> Tensor:
     columns = x.shape[-1]
+    count = x.numel() // columns
+    weight = (codes, scales, outputs, native, global_scale)
+    if not batch_invariant and _uses_warpgroups(x, count):
+        return _warpgroup(x, *weight, column_scale, bias, residual, silu_mul, [])
+    if batch_invariant or count <= MAX_DECODE_ROWS:
+        rest = (column_scale, bias, residual, silu_mul, batch_invariant, [])
+        return _decode(x, *weight, *rest)
     rows = x.reshape(-1, columns)
-    if not batch_invariant and _uses_warpgroups(x, len(rows)):
-        return _warpgroup(
-            x,
-            codes,
-            scales,
-            outputs,
-            native,
-            global_scale,
-            column_scale,
-            bias,
-            silu_mul,
-            [],
-        )
-    if batch_invariant or len(rows) <= MAX_DECODE_ROWS:
-        return _decode(
-            x,
-            codes,
-            scales,
-            outputs,
-            native,
-            global_scale,
-            column_scale,
-            bias,
-            None,
-            silu_mul,
-            batch_invariant,
-            [],
-        )
-    weight = _dequantize(codes, scales, outputs, native, columns, x).T
+    dense = _dequantize(codes, scales, outputs, native, columns, x).T
     if column_scale is None:
+        # Where nothing comes between, torch adds the residual as it adds a bias.
+        added = residual if bias is None and not silu_mul else None
+        residual = None if added is not None else residual
+        added = bias if added is None else added.reshape(len(rows), -1)
         y = torch.addmm(
-            rows.new_empty(1) if bias is None else bias,
+            rows.new_empty(1) if added is None else added,
             rows,
-            weight,
-            beta=int(bias is not None),
+            dense,
+            beta=int(added is not None),
             alpha=global_scale,
         )
     else:
         sums = (
-            torch.mm(rows, weight, out_dtype=torch.float32)
+            torch.mm(rows, dense, out_dtype=torch.float32)
             if x.is_cuda
-            else rows.float() @ weight.float()
+            else rows.float() @ dense.float()
         )
         y = sums * global_scale * column_scale
         y = (y if bias is None else y + bias.float()).to(x.dtype)
     if silu_mul:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate).mul_(up)
-    return y.unflatten(0, x.shape[:-1])
+    y = y.unflatten(0, x.shape[:-1])
+    return y if residual is None else y.add_(residual)
 
 
 _decode = operator(
@@ -158,7 +139,7 @@ _decode = operator(
     " global_scale, Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool"
     " batch_invariant, int[] division) -> Tensor",
     _decode_reference,
-    _decode_fake,
+    _linear_fake,
 )
 _dequantize = operator(
     "nvfp4_dequantize_weight(Tensor codes, Tensor scales, int rows, bool native, int columns,"
@@ -179,36 +160,28 @@ def _warpgroup_reference(
     global_scale: float,
     column_scale: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     silu_mul: bool,
     division: Sequence[int],
 ) -> Tensor:
-    return _decode_reference(
-        x,
-        codes,
-        scales,
-        outputs,
-        native,
-        global_scale,
-        column_scale,
-        bias,
-        None,
-        silu_mul,
-        False,
-        division,
-    )
+    """The specification: the decode kernel's, but rounded before a residual is added and after."""
+    weight = (codes, scales, outputs, native, global_scale)
+    y = _decode_reference(x, *weight, column_scale, bias, None, silu_mul, False, division)
+    return y if residual is None else y + residual
 
 
 _warpgroup = operator(
     "nvfp4_warpgroup_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
-    " global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, int[] division) -> Tensor",
+    " global_scale, Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, int[]"
+    " division) -> Tensor",
     _warpgroup_reference,
     _linear_fake,
 )
 
 _linear = operator(
     "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
-    " global_scale, Tensor? column_scale, Tensor? bias, bool silu_mul, bool batch_invariant) ->"
-    " Tensor",
+    " global_scale, Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool"
+    " batch_invariant) -> Tensor",
     _weight_linear,
     _linear_fake,
 )
@@ -221,6 +194,7 @@ def nvfp4_weight_linear(
     *,
     column_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     silu_mul: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -229,9 +203,10 @@ def nvfp4_weight_linear(
     Above MAX_DECODE_ROWS rows, the weight is dequantized, exactly, into a temporary tensor [N, K]
     of x's dtype, and torch multiplies. Global scale, column factors and bias come after the sum
     there too, but gate and up are rounded to x's dtype before silu · mul. batch_invariant always
-    uses the decode kernel.
+    uses the decode kernel. Elsewhere a residual is added to what is rounded already.
     """
-    return _linear(x, *weight, global_scale, column_scale, bias, silu_mul, batch_invariant)
+    rest = (residual, silu_mul, batch_invariant)
+    return _linear(x, *weight, global_scale, column_scale, bias, *rest)
 
 
 def nvfp4_decode_linear(
@@ -275,16 +250,20 @@ def nvfp4_warpgroup_linear(
     *,
     column_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     silu_mul: bool = False,
     division: Sequence[int] = (),
 ) -> Tensor:
-    """nvfp4_decode_linear without a residual, for many rows. Compiled for SM90 alone.
+    """nvfp4_decode_linear for many rows. Compiled for SM90 alone.
+
+    A residual is added to what is rounded already, and the sum is rounded.
 
     A row's result depends on the number of rows through its bucket (up to 32, 64, 128), and above
     128 through the number. division: (tokens of a tile, Sharing of warpgroup.cuh, thread blocks of
     a cluster), for tests and measurements.
     """
-    return _warpgroup(x, *weight, global_scale, column_scale, bias, silu_mul, list(division))
+    rest = (residual, silu_mul, list(division))
+    return _warpgroup(x, *weight, global_scale, column_scale, bias, *rest)
 
 
 def nvfp4_dequantize_weight(weight: PreparedWeight, columns: int, like: Tensor) -> Tensor:

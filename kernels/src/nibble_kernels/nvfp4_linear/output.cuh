@@ -21,6 +21,7 @@ static_assert(kChunk == decode::kChunk && kTileBytes == decode::kTileBytes);
 struct Output {
   const float* column_scale;
   const void* bias;
+  const void* residual;  // as `out`
   void* out;
   float global_scale;
   uint32_t outputs;
@@ -50,8 +51,18 @@ __device__ __forceinline__ uint32_t pair_of(__half, float a, float b) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+template <class T>
+__device__ __forceinline__ uint32_t sums_of(T, uint32_t a, uint32_t b) {
+  const auto element = [](uint32_t pair, uint32_t i) { return to_float(reinterpret_cast<const T*>(&pair)[i]); };
+  return pair_of(T(), element(a, 0) + element(b, 0), element(a, 1) + element(b, 1));
+}
+template <class T>
+__device__ __forceinline__ const uint32_t* pair_at(const void* matrix, size_t place) {
+  return reinterpret_cast<const uint32_t*>(static_cast<const T*>(matrix) + place);
+}
+
 // Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
-// then of the lower half's.
+// then of the lower half's. A residual is added to what is rounded already.
 template <class T, class Operand>
 __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
                                       const float4& sums) {
@@ -78,7 +89,8 @@ __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_
   const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
   const bool writes = token < tokens && row < half;
   const auto store = [&](size_t place, uint32_t pair) {
-    *reinterpret_cast<uint32_t*>(static_cast<T*>(to.out) + place) = pair;
+    if (to.residual) pair = sums_of(T(), pair, *pair_at<T>(to.residual, place));
+    *const_cast<uint32_t*>(pair_at<T>(to.out, place)) = pair;
   };
   if (to.silu_mul) {
     const auto product = [](float y, float z) { return y / (1.0f + __expf(-y)) * z; };

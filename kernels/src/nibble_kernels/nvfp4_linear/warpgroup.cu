@@ -143,8 +143,8 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
 
 Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                               bool native, double global_scale, const std::optional<Tensor>& column_scale,
-                              const std::optional<Tensor>& bias, bool silu_mul,
-                              const std::vector<int64_t>& division) {
+                              const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                              bool silu_mul, const std::vector<int64_t>& division) {
   const Tensor x = torch::stable::contiguous(input);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Device device = decode::device_of(x.get_device_index());
@@ -154,6 +154,10 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   Problem problem{};
   problem.output.column_scale = static_cast<const float*>(data_or_null(column_scale));
   problem.output.bias = data_or_null(bias);
+  require(!residual || (residual->numel() == out.numel() && residual->is_contiguous() &&
+                        residual->scalar_type() == out.scalar_type()),
+          "a residual must have the result's shape and type");
+  problem.output.residual = data_or_null(residual);
   problem.output.out = out.mutable_data_ptr();
   problem.output.global_scale = static_cast<float>(global_scale);
   problem.output.outputs = checked.outputs;

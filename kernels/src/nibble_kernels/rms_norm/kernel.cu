@@ -1,0 +1,100 @@
+// nibble::rms_norm on the GPU: a thread block a row, which it keeps in registers.
+#include "nibble/cuda.h"
+#include "nibble/overlap.cuh"
+
+namespace nibble {
+namespace {
+
+constexpr uint32_t kMaxThreads = 512, kVectors = 8;  // of 16 bytes, of a thread
+constexpr uint32_t kMaxColumns = kMaxThreads * kVectors * 8;
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
+
+template <class T>
+union Vector {
+  uint4 words;
+  T elements[8];
+};
+
+// In every thread: the warp's sum in the order of a tree, then those of the warps in their order.
+__device__ __forceinline__ float sum_of_block(float own) {
+  __shared__ float sums[kMaxThreads / 32];
+#pragma unroll
+  for (uint32_t mask = 1; mask < 32; mask *= 2) own += __shfl_xor_sync(~0u, own, mask);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = own;
+  __syncthreads();
+  float sum = 0.0f;
+  for (uint32_t warp = 0; warp < blockDim.x / 32; ++warp) sum += sums[warp];
+  return sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads)
+    normalize(const uint4* x, const uint4* weight, float epsilon, uint4* out, uint32_t vectors) {
+  const size_t begin = size_t{blockIdx.x} * vectors;
+  Vector<T> own[kVectors], scales[kVectors];
+#pragma unroll
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    const uint32_t vector = i * blockDim.x + threadIdx.x;
+    if (vector < vectors) scales[i].words = __ldg(weight + vector);
+  }
+  wait_for_kernel_before();
+  float squares = 0.0f;
+#pragma unroll
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    const uint32_t vector = i * blockDim.x + threadIdx.x;
+    if (vector >= vectors) break;
+    own[i].words = x[begin + vector];
+#pragma unroll
+    for (uint32_t k = 0; k < 8; ++k) {
+      const float element = to_float(own[i].elements[k]);
+      squares = fmaf(element, element, squares);
+    }
+  }
+  const float factor = rsqrtf(sum_of_block(squares) / static_cast<float>(vectors * 8) + epsilon);
+#pragma unroll
+  for (uint32_t i = 0; i < kVectors; ++i) {
+    const uint32_t vector = i * blockDim.x + threadIdx.x;
+    if (vector >= vectors) break;
+#pragma unroll
+    for (uint32_t k = 0; k < 8; ++k) {
+      T normal;
+      assign(normal, to_float(own[i].elements[k]) * factor);
+      assign(own[i].elements[k], to_float(normal) * to_float(scales[i].elements[k]));
+    }
+    out[begin + vector] = own[i].words;
+  }
+}
+
+Tensor rms_norm(const Tensor& input, const Tensor& weight, double epsilon) {
+  const Tensor x = torch::stable::contiguous(input);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int64_t columns = x.size(x.dim() - 1);
+  require(weight.numel() == columns && weight.scalar_type() == x.scalar_type() && weight.is_contiguous(),
+          "the norm's weight must have x's type and one element a column");
+  require(columns % 8 == 0 && columns > 0 && columns <= kMaxColumns, "expected columns in 8s, up to ",
+          kMaxColumns, ", found ", columns);
+  const Tensor out = torch::stable::new_empty(x, x.sizes(), x.scalar_type());
+  const int64_t rows = x.numel() / columns;
+  if (rows == 0) return out;
+  const uint32_t vectors = static_cast<uint32_t>(columns / 8);
+  // A few vectors a thread: a row's latency is what its readers wait for.
+  uint32_t threads = 32;
+  while (threads < vectors && threads < kMaxThreads) threads *= 2;
+  for_cuda_type(x.scalar_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    check(launch_early(blocks_of(rows).x, threads, 0, current_stream(x), normalize<T>,
+                       static_cast<const uint4*>(x.const_data_ptr()),
+                       static_cast<const uint4*>(weight.const_data_ptr()), static_cast<float>(epsilon),
+                       static_cast<uint4*>(out.mutable_data_ptr()), vectors));
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace nibble
+
+STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) { library.impl("rms_norm", TORCH_BOX(&nibble::rms_norm)); }

@@ -1,0 +1,171 @@
+"""Decoder layers whose kernels begin while the one before ends, on GPUs, when a model is loaded.
+
+nibble's products let their successor begin early, and fetch their own weights before they wait for
+their predecessor. vLLM's norm between two of them, compiled by inductor, does neither. So the sum
+with the residual moves into the product before the norm, and nibble::rms_norm takes the norm's
+place. Names of modules stay: checks of a start find and hook them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from nibble_kernels.rms_norm import MAX_COLUMNS, rms_norm
+from torch import Tensor, nn
+from torch.nn import Parameter
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.model_loader import base_loader
+from vllm.model_executor.models import llama, mistral, qwen2, qwen3
+
+from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
+from nibble.engine.plugin.fuse_silu import PLAIN_MLPS, nibble_kernel_of
+from nibble.engine.plugin.require import replace, required, required_of_instances
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
+
+# Classes of vLLM 0.32 whose layers are: norm, attention, norm, MLP, each added to the residual.
+# Attention ends with o_proj, the MLP with down_proj.
+MODELS = (llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
+LAYERS = (
+    llama.LlamaDecoderLayer,
+    mistral.MistralDecoderLayer,
+    qwen2.Qwen2DecoderLayer,
+    qwen3.Qwen3DecoderLayer,
+)
+ATTENTION = (
+    llama.LlamaAttention,
+    mistral.MistralAttention,
+    qwen2.Qwen2Attention,
+    qwen3.Qwen3Attention,
+)
+
+
+def follow_loading() -> None:
+    """Chain the layers of every model that vLLM loads in this process (vllm 0.32
+    base_loader.py:109).
+
+    Raises VllmMismatch.
+    """
+    name = "process_weights_after_loading"  # a name in that module's namespace
+    process = required(base_loader, name, "model", "model_config", "target_device")
+    required_of_instances(VllmConfig, "lora_config", "parallel_config")
+    for model in MODELS:
+        required(model, "forward", "self", "input_ids", "positions", "intermediate_tensors")
+    for layer in LAYERS:
+        required(layer, "forward", "self", "positions", "hidden_states", "residual")
+        required_of_instances(layer, "self_attn", "mlp", "input_layernorm")
+        required_of_instances(layer, "post_attention_layernorm")
+
+    @functools.wraps(process)
+    def process_and_chain(model: nn.Module, *rest: Any) -> None:
+        process(model, *rest)
+        config = get_current_vllm_config()
+        if config.parallel_config.world_size == 1 and config.lora_config is None:
+            chain_layers(model)
+
+    replace(base_loader, name, process_and_chain)
+
+
+def chain_layers(model: nn.Module) -> None:
+    """Chain the layers of each known model whose products are all nibble's, on one GPU."""
+    for part in list(model.modules()):
+        if type(part) not in MODELS:
+            continue
+        if _is_plain(part.norm) and all(map(_is_known, part.layers)):
+            for place, layer in enumerate(part.layers):
+                part.layers[place] = ChainedLayer(layer)
+            part.norm = LastNorm(part.norm)
+        else:
+            logger.info_once("norms and residual sums are computed by vLLM's layers")
+
+
+def _is_known(layer: Any) -> bool:
+    if type(layer) not in LAYERS or getattr(layer, "ada_rms_norm_t_cond", None) is not None:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if type(attention) not in ATTENTION or type(mlp).__name__ not in PLAIN_MLPS:
+        return False
+    kernels = [nibble_kernel_of(linear) for linear in (attention.o_proj, mlp.down_proj)]
+    if any(kernel is None or kernel.is_sparse for kernel in kernels):
+        return False
+    return all(_is_plain(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+
+
+def _is_plain(norm: Any) -> bool:
+    if type(norm) is not RMSNorm or norm.variance_size_override is not None:
+        return False
+    weight = norm.weight
+    fits = len(weight) % 8 == 0 and len(weight) <= MAX_COLUMNS
+    return norm.has_weight and fits and weight.is_contiguous()
+
+
+class ChainedLayer(nn.Module):
+    """A decoder layer that returns the sum of its output and the residual, and no residual."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm = Norm(layer.input_layernorm)
+        self.post_attention_layernorm = Norm(layer.post_attention_layernorm)
+        self.self_attn.o_proj = Deferred(self.self_attn.o_proj)
+        self.mlp.down_proj = Deferred(self.mlp.down_proj)
+
+    def forward(
+        self,
+        positions: Tensor,
+        hidden_states: Tensor,
+        residual: Tensor | None = None,
+        t_cond: None = None,  # Mistral's; layers with such a condition are not chained
+    ) -> tuple[Tensor, None]:
+        """hidden_states [tokens, hidden size], plus a residual if another layer comes before."""
+        stream = hidden_states if residual is None else hidden_states + residual
+        normal = self.input_layernorm(stream)
+        attended = self.self_attn(positions=positions, hidden_states=normal)
+        stream = self.self_attn.o_proj.added_to(stream, attended)
+        between = self.mlp(self.post_attention_layernorm(stream))
+        return self.mlp.down_proj.added_to(stream, between), None
+
+
+class Norm(nn.Module):
+    """vLLM's RMSNorm without a residual, through nibble::rms_norm."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = Parameter(norm.weight.data, requires_grad=False)
+        self.variance_epsilon: float = norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden size]."""
+        return rms_norm(x, self.weight, self.variance_epsilon)
+
+
+class LastNorm(Norm):
+    """The norm after the last layer. Returns (output, sum), as vLLM's does with a residual."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        total = x if residual is None else x + residual
+        return super().forward(total), total
+
+
+class Deferred(nn.Module):
+    """A row-parallel layer of vLLM in its place. Called there it returns its input; the layer
+    around it computes the product, with the residual, by `added_to`.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        kernel = nibble_kernel_of(layer)
+        assert isinstance(kernel, NibbleNvFp4LinearKernel)
+        self._kernel = kernel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual plus the product of x [tokens, K]."""
+        layer: Any = self.layer
+        return self._kernel.apply_weights(layer, x, layer.bias, residual=residual)
