@@ -6,9 +6,9 @@ vLLM's separate ones.
 A graph has 36 calls, as a step of 36 layers, each with its own rows, weights and cache. vLLM's are
 rms_norm for queries and for keys or fused_qk_norm_rope, then rotary_embedding, then
 reshape_and_cache_flash; with an FP8 cache also scaled_fp8_quant of the queries, which
-FlashAttention 3 takes in FP8. `inductor` is what torch.compile makes of vLLM's torch code for norms,
-RoPE and queries, with reshape_and_cache_flash. It needs vLLM for CUDA and nibble-kernels compiled
-for this GPU.
+FlashAttention 3 takes in FP8. `inductor` is what torch.compile makes of vLLM's torch code for
+norms, RoPE and queries, with reshape_and_cache_flash. It needs vLLM for CUDA and nibble-kernels
+compiled for this GPU.
 """
 
 from __future__ import annotations
