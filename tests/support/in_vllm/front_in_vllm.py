@@ -1,9 +1,10 @@
-"""`python front_in_vllm.py < JOBS`: answers of a vLLM with nibble's kernel before attention and of one
-without it, in one process.
+"""`python front_in_vllm.py < JOBS`: answers of a vLLM with nibble's kernel before attention and of
+one without it, in one process.
 
 JOBS is a JSON list of [folder, options of vllm.LLM]. For each there is a line with RESULT and JSON:
 the largest difference of a log-probability as long as the answers agree, how many tokens of each
-answer do, the kernel's calls with and without the option, and how many modules have it.
+answer do, and with and without the option: the kernel's calls, how many modules have it, and what
+the canary's comparisons of attention say.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ PROMPTS[3][140:] = [9] * 10
 TOKENS = 24
 
 
-def answers(folder: str, options: dict[str, Any], front: str) -> tuple[list[Any], int, int]:
-    """Answers, calls of the kernel, and modules that have it."""
-    from nibble.engine.plugin.attention import front as plugin
+def answers(folder: str, options: dict[str, Any], front: str) -> tuple[list[Any], dict[str, Any]]:
+    """Answers, and what the kernel had to do with them."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
+
+    from nibble.engine.plugin.attention import front as plugin
 
     calls, call = [], plugin.attention_front
 
@@ -51,17 +53,40 @@ def answers(folder: str, options: dict[str, Any], front: str) -> tuple[list[Any]
     found = llm.generate(prompts[:3], sampling, use_tqdm=False)
     found += llm.generate(prompts[3:], sampling, use_tqdm=False)
     executor: Any = llm.llm_engine.model_executor
-    model = executor.driver_worker.worker.model_runner.get_model()
-    modules = sum(isinstance(module, plugin._WithFront) for module in model.modules())
-    del llm, executor, model
+    worker = executor.driver_worker.worker
+    modules = worker.model_runner.get_model().modules()
+    about = {
+        "calls": len(calls),
+        "modules": sum(isinstance(module, plugin._WithFront) for module in modules),
+        "checks": checks(worker),
+    }
+    if front == "on":  # RoPE in the wrong order, also for what was written before
+        plugin.attention_front = lambda *given, neox, **more: call(*given, neox=not neox, **more)
+        about["checks_of_a_fault"] = checks(worker)
+    del llm, executor, worker, modules
     cleanup_dist_env_and_memory()
     plugin.attention_front = call
-    return [output.outputs[0] for output in found], len(calls), modules
+    return [output.outputs[0] for output in found], about
+
+
+def checks(worker: Any) -> dict[str, list[str]]:
+    """The canary's comparisons of attention: kind -> problems."""
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    from nibble.engine.plugin.report.attention import attention_results
+
+    problems: dict[str, list[str]] = {}
+    with torch.inference_mode(), set_current_vllm_config(worker.vllm_config):
+        for _, results in attention_results(worker):
+            for result in results:
+                problems.setdefault(result.kind, []).append(result.problem)
+    return problems
 
 
 def compared(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    ours, calls, modules = answers(folder, options, "on")
-    theirs, calls_without, _ = answers(folder, options, "off")
+    ours, about = answers(folder, options, "on")
+    theirs, about_others = answers(folder, options, "off")
     largest, same = 0.0, []
     for one, other in zip(ours, theirs, strict=True):
         same.append(0)
@@ -72,13 +97,7 @@ def compared(folder: str, options: dict[str, Any]) -> dict[str, Any]:
             if one.token_ids[place] != other.token_ids[place]:
                 break
             same[-1] += 1
-    return {
-        "largest": largest,
-        "same_tokens": same,
-        "calls": calls,
-        "calls_without": calls_without,
-        "modules": modules,
-    }
+    return {"largest": largest, "same_tokens": same, "on": about, "off": about_others}
 
 
 if __name__ == "__main__":

@@ -132,9 +132,9 @@ def specified(case: Case) -> tuple[Tensor, Tensor]:
     """(queries, cache) after the call, by the specification."""
     from nibble_kernels.attention_front import reference
 
-    norms = (case.norms.get(name) for name in ("q_weight", "k_weight"))
     q, k, v = reference.prepare(
-        case.qkv, *norms, case.norms.get("epsilon", 0.0), case.positions, case.cos_sin, case.neox,
+        case.qkv, case.norms.get("q_weight"), case.norms.get("k_weight"),
+        case.norms.get("epsilon", 0.0), case.positions, case.cos_sin, case.neox,
         case.heads, case.kv_heads,
     )  # fmt: skip
     cache = case.on(str(case.qkv.device)).cache

@@ -27,8 +27,8 @@ def register() -> None:
     from nibble.engine.plugin.attention import front
 
     front.runs_here = lambda: (True, None)
-    flash_attn.flash_attn_supports_kv_cache_dtype = lambda *_, **__: True
-    flash_attn.flash_attn_supports_quant_query_input = lambda: True
+    for name in ("flash_attn_supports_kv_cache_dtype", "flash_attn_supports_quant_query_input"):
+        setattr(flash_attn, name, lambda *_, **__: True)
     impl: Any = flash_attn.FlashAttentionImpl
     impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
     registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
@@ -38,7 +38,7 @@ def as_stored(impl: Any, cache: Tensor) -> Tensor:
     return cache.view(FP8) if impl.kv_cache_dtype.startswith("fp8") else cache
 
 
-def scales(impl: Any, layer: Any) -> dict[str, Tensor]:
+def scales(impl: Any, layer: Any) -> dict[str, Any]:
     is_fp8 = impl.kv_cache_dtype.startswith("fp8")
     return {"k_scale": layer._k_scale, "v_scale": layer._v_scale} if is_fp8 else {}
 

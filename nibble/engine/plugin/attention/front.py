@@ -76,6 +76,16 @@ class LayerFront:
         )
         self.is_fp8 = self.attention.kv_cache_dtype.startswith("fp8")
 
+    @property
+    def q_weight(self) -> Tensor | None:
+        """The weight of queries' norm."""
+        return None if self.q_norm is None else self.q_norm.weight.data
+
+    @property
+    def k_weight(self) -> Tensor | None:
+        """The weight of keys' norm."""
+        return None if self.k_norm is None else self.k_norm.weight.data
+
     def __call__(
         self, qkv: Tensor, positions: Tensor, q: Tensor, cache: Tensor, slots: Tensor | None
     ) -> None:
@@ -88,8 +98,8 @@ class LayerFront:
             heads=self.heads,
             kv_heads=self.kv_heads,
             neox=self.rotation.is_neox_style,
-            q_weight=None if self.q_norm is None else self.q_norm.weight,
-            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            q_weight=self.q_weight,
+            k_weight=self.k_weight,
             epsilon=self.epsilon,
             slots=slots,
             cache=None if slots is None else cache.view(FP8) if self.is_fp8 else cache,
@@ -98,6 +108,11 @@ class LayerFront:
             q_scale=layer._q_scale if self.rounds_queries else None,
             out=q,
         )
+
+
+def front_of(layer: Any) -> LayerFront | None:
+    """The kernel's arguments for vLLM's attention layer, if it computes what precedes the layer."""
+    return getattr(layer, ATTRIBUTE, None)
 
 
 def _front_of_layer(qkv: Tensor, positions: Tensor, q: Tensor, layer_name: Any) -> None:
