@@ -61,9 +61,12 @@ class Front {
 
   __device__ __forceinline__ void run() {
     instruction::let_next_kernel_start();
-    uint32_t weight[kEach / 2] = {};  // no kernel writes it, so it need not wait
+    // No kernel writes weights and scales, so they need not wait.
+    uint32_t weight[kEach / 2] = {};
     const bool has_norms = p_.q_weight != nullptr;
     if (has_norms) load(weight, is_query_ ? p_.q_weight : p_.k_weight, part_ * kEach);
+    const float* const scale_place = is_query_ ? p_.q_scale : is_value_ ? p_.v_scale : p_.k_scale;
+    const float scale = scale_place != nullptr ? *scale_place : 1;
     instruction::wait_for_previous_kernel();
 
     const int64_t position = p_.positions[token_];
@@ -80,9 +83,9 @@ class Front {
     }
     if (!is_there_) return;
     if (is_query_) {
-      store_query(x);
+      store_query(x, scale);
     } else if (slot >= 0) {
-      store_in_cache(x, static_cast<uint32_t>(slot));
+      store_in_cache(x, static_cast<uint32_t>(slot), scale);
     }
   }
 
@@ -180,21 +183,21 @@ class Front {
     *static_cast<uint2*>(to) = codes;
   }
 
-  __device__ __forceinline__ void store_query(const uint32_t (&x)[kEach / 2]) const {
+  __device__ __forceinline__ void store_query(const uint32_t (&x)[kEach / 2], float scale) const {
     const int64_t element = (int64_t{token_} * p_.heads + head_) * HeadDim + part_ * kEach;
     if (p_.q_scale == nullptr) return store(static_cast<uint16_t*>(p_.q) + element, x);
-    const float inverse = 1.0f / *p_.q_scale;  // as vLLM's scaled_fp8_quant
+    const float inverse = 1.0f / scale;  // as vLLM's scaled_fp8_quant
     store_e4m3(static_cast<uint8_t*>(p_.q) + element, x, [&](float value) { return value * inverse; });
   }
 
-  __device__ __forceinline__ void store_in_cache(const uint32_t (&x)[kEach / 2], uint32_t slot) const {
+  __device__ __forceinline__ void store_in_cache(const uint32_t (&x)[kEach / 2], uint32_t slot,
+                                                 float scale) const {
     constexpr uint32_t kElement = IsFp8 ? 1 : 2;
     const uint32_t page = slot / p_.tokens_per_page, token = slot - page * p_.tokens_per_page;
     const uint32_t head = head_ - p_.heads - (is_value_ ? p_.kv_heads : 0);
     uint8_t* const to = p_.cache + page * p_.page_stride + token * p_.token_stride + head * p_.head_stride +
                         ((is_value_ ? HeadDim : 0) + part_ * kEach) * kElement;
     if constexpr (IsFp8) {
-      const float scale = *(is_value_ ? p_.v_scale : p_.k_scale);
       store_e4m3(to, x, [&](float value) { return value / scale; });
     } else {
       store(to, x);
