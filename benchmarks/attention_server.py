@@ -1,11 +1,13 @@
 """A server with nibble's decode attention beside one with vLLM's: step times, and greedy answers.
 
-    python benchmarks/attention_server.py --model FOLDER [--kv auto fp8] [--streams 1 8 32]
+    python benchmarks/attention_server.py --model FOLDER [--compare attention|front]
+        [--kv auto fp8] [--streams 1 8 32]
         [--contexts 256 8192] [--rounds 3] [--questions models/demo_questions.jsonl]
         [--logs DIR] [--out FILE.json]
 
 Both are `nibble serve` with default settings but NIBBLE_ATTENTION, run at the same time on one GPU
-and answer in turns. Each gets a KV cache for the largest row. For each row, all streams send a
+and answer in turns. `--compare front` compares NIBBLE_ATTENTION_FRONT on (`nibble`) with off
+(`vllm`). Each gets a KV cache for the largest row. For each row, all streams send a
 prompt of their own of `context` tokens at the same moment, 512 tokens out. The first round fills
 the prefix cache. `step_ms` is the median over streams and the other rounds of (last token - last
 stream's first token) / tokens after it: the time of a step with all streams. `ratio` is vLLM's over
@@ -41,6 +43,11 @@ from start_time import describe_model  # noqa: E402
 
 SIDES = ("vllm", "nibble")
 FIRST_PORT = int(os.environ.get("ATTENTION_FIRST_PORT", "9501"))
+# What differs between the two, by --compare.
+VARIABLES = {
+    "attention": ("NIBBLE_ATTENTION", {side: side for side in SIDES}),
+    "front": ("NIBBLE_ATTENTION_FRONT", {"vllm": "off", "nibble": "on"}),
+}
 PORTS = {side: FIRST_PORT + 2 * i for i, side in enumerate(SIDES)}
 TOKEN_IDS = (300, 1000)  # also in the vocabulary of the embedded demo
 TOKENS_OUT = 512
@@ -51,6 +58,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--compare", choices=VARIABLES, default="attention")
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 8192])
@@ -63,7 +71,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers
     result: dict[str, Any] = {
-        "what": "nibble's decode attention beside vLLM's in nibble serve, in turns on one GPU",
+        "what": f"nibble's {options.compare} beside vLLM's in nibble serve, in turns on one GPU",
         "command": " ".join(["python", "benchmarks/attention_server.py", *sys.argv[1:]]),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("NIBBLE_", "VLLM_"))},
         "commit": options.commit,
@@ -106,7 +114,8 @@ def start(side: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    environ = defaults | dict(os.environ) | {"NIBBLE_ATTENTION": side, "PORT": str(PORTS[side])}
+    name, values = VARIABLES[options.compare]
+    environ = defaults | dict(os.environ) | {name: values[side], "PORT": str(PORTS[side])}
     environ |= {"NIBBLE_CONTROL_PORT": str(PORTS[side] + 1)}
     environ |= {"GPU_MEMORY_UTIL": options.memory_share}
     words = ["-m", "nibble", "serve", str(options.model)]
@@ -134,7 +143,8 @@ def decided(side: str) -> dict[str, Any]:
     """What nibble planned, and which kernels it saw, from its /status."""
     status = json.loads(fetched(PORTS[side] + 1, "/status") or "{}")
     choices = status.get("plan", {}).get("choices", {})
-    found = {name: choices.get(name) for name in ("attention", "step_graph", "linear_kernel")}
+    names = ("attention", "attention_front", "step_graph", "linear_kernel")
+    found = {name: choices.get(name) for name in names}
     return {**found, "assertion": status.get("assertion"), "canary": status.get("canary")}
 
 

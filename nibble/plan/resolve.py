@@ -11,6 +11,7 @@ from __future__ import annotations
 from nibble.machine.paths import cache_dir
 from nibble.plan.applications import compact_json_flags, tool_flags
 from nibble.plan.attention import attention_flags, choose_attention
+from nibble.plan.attention_front import attention_front_flags, choose_attention_front
 from nibble.plan.attention_kernel import attention_kernel_flags, check_attention
 from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
@@ -161,6 +162,11 @@ def _attention(situation: Situation) -> Decision:
     return Decision({**ours, **attention_flags(chosen, flags)}, attention=chosen)
 
 
+def _attention_front(situation: Situation) -> Decision:
+    chosen = choose_attention_front(situation.inputs, situation.flags)
+    return Decision(attention_front_flags(chosen, situation.flags), attention_front=chosen)
+
+
 def _quantized_layers(situation: Situation) -> Decision:
     return Decision(quantization_override(situation.inputs.checkpoint, situation.flags))
 
@@ -228,6 +234,7 @@ DECIDERS: tuple[Decider, ...] = (
     _expert_kernel,
     _step_graph,
     _attention,
+    _attention_front,
     _quantized_layers,
     _load_check,
     _layer_operators,
@@ -315,6 +322,8 @@ def _choices(situation: Situation) -> Choices:
         choices["step_graph"] = situation.step_graph
     if situation.attention is not None:
         choices["attention"] = situation.attention
+    if situation.attention_front is not None:
+        choices["attention_front"] = situation.attention_front
     return {**choices, "reference": choose_reference(inputs, situation.flags)}
 
 

@@ -29,6 +29,7 @@ class Situation:
     expert_kernels: PartKernels = field(default_factory=PartKernels)
     step_graph: Choice | None = None
     attention: Choice | None = None
+    attention_front: Choice | None = None
     memory: MemoryPlan | None = None
 
     @property
@@ -65,6 +66,7 @@ class Situation:
             expert_kernels=decision.expert_kernels or self.expert_kernels,
             step_graph=decision.step_graph or self.step_graph,
             attention=decision.attention or self.attention,
+            attention_front=decision.attention_front or self.attention_front,
             memory=decision.memory or self.memory,
         )
 
@@ -80,6 +82,7 @@ class Decision:
     expert_kernels: PartKernels | None = None
     step_graph: Choice | None = None
     attention: Choice | None = None
+    attention_front: Choice | None = None
     memory: MemoryPlan | None = None
 
 

@@ -292,7 +292,7 @@ def spill_cases() -> Iterator[Any]:
             if arch == "100f" and "w4a4" in source:
                 continue  # emulated there, for tests
             is_quick = arch == "120f" or (arch == "121a" and PRODUCTS.search(source))
-            is_quick = is_quick and "attention" not in source
+            is_quick = is_quick and "decode_attention" not in source
             yield pytest.param(arch, source, marks=() if is_quick else pytest.mark.slow)
 
 
@@ -305,7 +305,7 @@ def test_no_kernel_spills_or_takes_more_shared_memory_than_blackwell_has(
     """
     _, cubin = compile_for(arch, source)
     resources = resources_of(cubin)
-    if "attention" in source:
+    if "decode_attention" in source:
         for name, found in resources.items():
             assert found["STACK"] <= most_stack(arch, name), name
     else:
@@ -445,6 +445,28 @@ def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:
     """
     ptx, _ = compile_for("120", "conversions/probe.cu")
     assert "e2m1x2" not in ptx
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("100f", "120f", "121a"))],
+)
+def test_the_kernel_before_attention_overlaps_and_converts_by_instructions(
+    arch: str, compile_for: Compiler
+) -> None:
+    """Its loads come after the wait for the kernel before, but for one of weights and one of a
+    scale.
+    """
+    _, cubin = compile_for(arch, "attention_front/kernel.cu")
+    resources, functions = resources_of(cubin), sass_functions(cubin)
+    assert_nothing_spilled(cubin, 6)
+    assert len(resources) == 6
+    for name, body in functions:
+        assert "PREEXIT" in body and "F2FP.SATFINITE.E4M3" in body, name
+        before, _, after = body.partition("ACQBULK")
+        assert after and len(re.findall(r"\bLDG", before)) <= 2 < len(
+            re.findall(r"\bLDG", after)
+        ), name
 
 
 @pytest.mark.slow

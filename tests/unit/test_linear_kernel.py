@@ -25,7 +25,8 @@ from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, tensors, 
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
-OURS = {"nibble": {"linear_kernel": "nibble", "step_graph": "on"}}
+BY_DEFAULT = {"step_graph": "on", "attention_front": "on"}
+OURS = {"nibble": {"linear_kernel": "nibble", **BY_DEFAULT}}
 W4A4: dict[str, Any] = {"quantization_config": MODELOPT_NVFP4}
 W4A16: dict[str, Any] = {
     "quantization_config": {
@@ -152,7 +153,7 @@ def test_what_the_user_names_is_taken(model: Path) -> None:
     assert named.choices["linear_kernel"].source == "environment NIBBLE_LINEAR_KERNEL"
     told = plan(model, FLAG, '{"nibble": {"linear_kernel": "vllm"}}')
     assert told.choices["linear_kernel"].value == "vllm"
-    assert told.args[FLAG].value == {"nibble": {"linear_kernel": "vllm", "step_graph": "on"}}
+    assert told.args[FLAG].value == {"nibble": {"linear_kernel": "vllm", **BY_DEFAULT}}
 
 
 def test_auto_over_a_files_kernel_chooses_by_itself(model: Path, tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_auto_over_a_files_kernel_chooses_by_itself(model: Path, tmp_path: Path)
 
 def test_what_else_the_plugin_is_told_is_kept(model: Path) -> None:
     found = plan(model, "--quantize-lm-head", "nvfp4", FLAG, '{"other": 1}')
-    ours = {"quantize_lm_head": "nvfp4", "linear_kernel": "nibble", "step_graph": "on"}
+    ours = {"quantize_lm_head": "nvfp4", "linear_kernel": "nibble", **BY_DEFAULT}
     assert found.args[FLAG].value == {"other": 1, "nibble": ours}
     assert found.args[FLAG].source.startswith("nibble's default + ")
 

@@ -47,7 +47,9 @@ def w4a4(tmp_path: Path) -> Path:
 
 def options(found: Plan) -> dict[str, Any]:
     kept = found.args[FLAG].value.get("nibble", {}) if FLAG in found.args else {}
-    return {name: value for name, value in kept.items() if name != "step_graph"}
+    return {
+        name: value for name, value in kept.items() if name not in ("step_graph", "attention_front")
+    }
 
 
 def first_shape(model: Path) -> str:

@@ -49,6 +49,8 @@ class Options:
     - linear_kernel, moe_kernel: vLLM's choice, or nibble's kernel for NVFP4 weights with
       unquantized activations on a GPU.
     - attention_kernel: vLLM's choice, or nibble's kernel for decode steps (plugin/attention).
+    - attention_front: whether one kernel computes norms of queries and keys, RoPE and the cache
+      write (plugin/attention/front.py).
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
     - vllm_shapes: rows and columns of the layers that keep vLLM's choice with linear_kernel nibble,
@@ -64,6 +66,7 @@ class Options:
     linear_kernel: Kernel = "vllm"
     moe_kernel: Kernel = "vllm"
     attention_kernel: Kernel = "vllm"
+    attention_front: Switch = "off"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"
     sparse_fp4: Switch = "off"

@@ -37,6 +37,7 @@ from nibble.engine.plugin import (
     router_bias,
     whole_load,
 )
+from nibble.engine.plugin.attention import front
 from nibble.engine.plugin.attention.follow import offer_attention
 from nibble.engine.plugin.require import replace, required
 from nibble.engine.plugin.step_graph.follow import follow_workers
@@ -69,6 +70,7 @@ def install() -> None:
     whole_load.check_loads()
     compact_json.forbid_blanks()
     offer_attention()
+    front.follow_loading()
     follow_workers()
 
 

@@ -167,6 +167,16 @@ class EngineOptions(BaseModel):
         flag="--attention-kernel",
         expected="auto, vllm or nibble",
     )
+    attention_front: Literal["auto", contract.Switch] = option(
+        "auto",
+        "Engine",
+        "Norms of queries and keys, RoPE and cache writes on a GPU: `on` computes them in one"
+        " launch of nibble's where it knows the model, `off` leaves them to vLLM, `auto` is `on` on"
+        " hopper (docs/kernels/attention_front.md).",
+        "NIBBLE_ATTENTION_FRONT",
+        flag="--attention-front",
+        expected="auto, on or off",
+    )
     sparse_fp4: contract.Switch = option(
         "off",
         "Engine",

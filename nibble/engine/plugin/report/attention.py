@@ -2,19 +2,22 @@
 
 Each layer computes a prompt and then one decode step, in the last blocks of the KV cache; the first
 requests of a server use the first blocks. Keys and values go through the cache, so the comparison
-covers its format and scales. One layer of each kind is always compared, and further layers within
-BUDGET_S.
+covers its format and scales. A layer with nibble's kernel before attention does it from rows of
+queries, keys and values: norms, RoPE and that kernel's write are compared too. One layer of each
+kind is always compared, and further layers within BUDGET_S.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+from nibble_kernels.attention_front.reference import prepare, rounded_queries
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
@@ -22,7 +25,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from nibble.engine.plugin.report.compare import Result, compare
+from nibble.engine.plugin.attention.front import LayerFront, attend, front_of
+from nibble.engine.plugin.report.compare import Result, compare, relative_error
 from nibble.engine.plugin.report.formats import generator_of
 from nibble.engine.plugin.report.kernels_used import attention_name
 from nibble.engine.plugin.report.probes import Unknown
@@ -54,7 +58,8 @@ def attention_kind(layer: Any) -> str:
         return f"{backend} {type(layer).__name__}"
     heads = f"{layer.num_heads} heads of {layer.head_size} on {layer.num_kv_heads}"
     window = f", window {layer.sliding_window}" if layer.sliding_window else ""
-    return f"{backend} {heads}{window}, cache {layer.kv_cache_dtype}"
+    front = " after nibble's front" if front_of(layer) else ""
+    return f"{backend} {heads}{window}, cache {layer.kv_cache_dtype}{front}"
 
 
 def _compare(
@@ -64,13 +69,50 @@ def _compare(
     tokens = min(PROMPT_TOKENS, worker.vllm_config.model_config.max_model_len - 1)
     q, k, v = random_heads(name, layer, tokens + 1)
     form = "bf16" if layer.kv_cache_dtype in ("auto", "bfloat16", "float16") else "fp8"
-    expected = softmax_attention(layer, q, *stored(layer, k, v))
+    qkv, front = [value.flatten(1).to(worker.device) for value in (q, k, v)], front_of(layer)
+    if front is not None:
+        q, k, v = after_front(front, torch.cat((q, k, v), dim=1).flatten(1))
+    kept = stored(layer, k, v)
+    expected = [softmax_attention(layer, q, *kept)]
+    if front is not None and form == "fp8":
+        # Norms may make scores large, and then it matters whether queries are rounded to FP8.
+        expected.append(softmax_attention(layer, in_fp8(q, layer._q_scale), *kept))
     for first, count in ((0, tokens), (tokens, 1)):
         part = slice(first, first + count)
-        y = _forward(
-            worker, group, name, layer, [value[part].flatten(1) for value in (q, k, v)], first
+        rows = [value[part] for value in qkv]
+        positions = torch.arange(first, first + count, device=worker.device)
+
+        def call(rows: list[Tensor] = rows, positions: Tensor = positions) -> Tensor:
+            return layer(*rows) if front is None else attend(layer, torch.cat(rows, 1), positions)
+
+        y = _forward(worker, group, name, count, first, call)
+        nearest = min(
+            (right[part] for right in expected), key=partial(relative_error, y.float().cpu())
         )
-        yield compare("attention", kind, name, y, {form: expected[part]})
+        yield compare("attention", kind, name, y, {form: nearest})
+
+
+def after_front(front: LayerFront, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the tokens at the first positions, as attention gets them: on the CPU."""
+    weights = front.q_weight, front.k_weight
+    q_weight, k_weight = (None if weight is None else weight.cpu() for weight in weights)
+    rotation = front.rotation
+    return prepare(
+        qkv,
+        q_weight,
+        k_weight,
+        front.epsilon,
+        torch.arange(len(qkv)),
+        rotation.cos_sin_cache[: len(qkv)].cpu(),
+        rotation.is_neox_style,
+        front.heads,
+        front.kv_heads,
+    )
+
+
+def in_fp8(q: Tensor, scale: Tensor) -> Tensor:
+    """q in float32, rounded to FP8 as attention may take it."""
+    return rounded_queries(q, scale.cpu()).float() * scale.cpu()
 
 
 def _check_known(worker: Any, group: AttentionGroup, layer: Any) -> None:
@@ -130,17 +172,23 @@ def softmax_attention(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _forward(
-    worker: Any, group: AttentionGroup, name: str, layer: Any, qkv: list[Tensor], computed: int
+    worker: Any,
+    group: AttentionGroup,
+    name: str,
+    count: int,
+    computed: int,
+    call: Callable[[], Tensor],
 ) -> Tensor:
-    """The layer's output for new tokens after `computed` tokens, with its backend's metadata."""
-    device, count = worker.device, len(qkv[0])
+    """The result of a layer's call for `count` new tokens after `computed` tokens, with its
+    backend's metadata.
+    """
     metadata = one_request(worker, group, computed, count)
     context = {
         "attn_metadata": {name: group.build_metadata(metadata, 0)},
         "slot_mapping": {name: metadata.slot_mapping},
     }
     with pass_of_this_worker(worker.vllm_config, count, **context):
-        return layer(*(value.to(device) for value in qkv))
+        return call()
 
 
 def pass_of_this_worker(

@@ -26,4 +26,6 @@ struct Software {
   static float e4m3_decode(uint32_t code) { return nibble::e4m3_decode(code); }
 };
 
+using Instructions = Software;
+
 }  // namespace nibble
