@@ -138,7 +138,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_options(route: Route, options: dict[str, Any]) -> None:
     case = make_case(4, 64, 256, 6, **options)
     check(route(case, ranks=2), case)
