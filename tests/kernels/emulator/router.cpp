@@ -11,7 +11,7 @@ void run(const Problem& p, uint32_t ranks) {
   const uint32_t clusters = (p.tokens + F::kTokens - 1) / F::kTokens;
   for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
     run_cluster(ranks, F::kThreads, shared_bytes<F>(p.experts, ranks), cluster, clusters,
-                [&](uint4* memory) { Router<F>(p, ranks, reinterpret_cast<float*>(memory)).run(); });
+                [&](uint4* memory) { Router<F>(p, ranks, memory).run(); });
   }
 }
 

@@ -21,6 +21,7 @@ struct Form {
   static constexpr uint32_t kBuffers = kChunks * kGroups <= 4 || (kChunks * kGroups <= 8 && !HasNorm) ? 2 : 1;
   static constexpr uint32_t kTokenStride = kRows + 4;  // floats: without bank conflicts
   static constexpr uint32_t kPartialFloats = kWarps * kTokens * kTokenStride;
+  static constexpr uint32_t kMostColumns = kChunks * kWarps * kChunk;
 };
 
 __host__ __device__ constexpr uint32_t round_up(uint32_t a, uint32_t to) { return (a + to - 1) / to * to; }
@@ -33,13 +34,15 @@ __host__ __device__ constexpr uint32_t experts_stride(uint32_t experts) {
 template <class F>
 __host__ __device__ constexpr uint32_t shared_bytes(uint32_t experts, uint32_t ranks) {
   const uint32_t rows = (F::kTokens + ranks - 1) / ranks;
-  return 4 * (F::kPartialFloats + kWarps * F::kTokens + (rows + 1) * experts_stride(experts) + F::kTokens);
+  const uint32_t norm_bytes = F::kHasNorm ? F::kMostColumns * 2 : 0;
+  return norm_bytes +
+         4 * (F::kPartialFloats + kWarps * F::kTokens + (rows + 1) * experts_stride(experts) + F::kTokens);
 }
 
 template <class F>
 class Router {
  public:
-  __device__ __forceinline__ Router(const Problem& problem, uint32_t ranks, float* shared)
+  __device__ __forceinline__ Router(const Problem& problem, uint32_t ranks, uint4* shared)
       : p_(problem),
         ranks_(ranks),
         rank_(ranks > 1 ? instruction::cluster_rank() : 0),
@@ -47,7 +50,8 @@ class Router {
         tokens_(min(F::kTokens, problem.tokens - first_token_)),
         chunks_(problem.columns / kChunk),
         stride_(problem.columns / 8),
-        partials_(shared),
+        norm_(shared),
+        partials_(reinterpret_cast<float*>(shared + (F::kHasNorm ? F::kMostColumns / 8 : 0))),
         squares_(partials_ + F::kPartialFloats),
         bias_(squares_ + kWarps * F::kTokens),
         logits_(bias_ + experts_stride(problem.experts)),
@@ -58,13 +62,14 @@ class Router {
     // What no kernel before this one writes.
 #pragma unroll
     for (uint32_t i = 0; i < F::kBuffers; ++i) load_gate(i, gates_[i]);
-    if (p_.bias && threadIdx.x < p_.experts) bias_[threadIdx.x] = p_.bias[threadIdx.x];
+    copy_constants();
     if (ranks_ > 1) instruction::begin_cluster_barrier();
     instruction::let_next_kernel_start();
     instruction::wait_for_previous_kernel();
     if (threadIdx.x < F::kTokens)
       padding_[threadIdx.x] = p_.padding && threadIdx.x < tokens_ && p_.padding[first_token_ + threadIdx.x];
     load_x();
+    instruction::wait_for_copies<0>();
     find_logits();
     choose();
   }
@@ -88,7 +93,9 @@ class Router {
   __device__ __forceinline__ uint32_t tiles() const {
     return (((p_.experts + kRows - 1) / kRows) + ranks_ - 1 - rank_) / ranks_;
   }
-  __device__ __forceinline__ uint32_t first_expert(uint32_t tile) const { return (tile * ranks_ + rank_) * kRows; }
+  __device__ __forceinline__ uint32_t first_expert(uint32_t tile) const {
+    return (tile * ranks_ + rank_) * kRows;
+  }
 
   __device__ __forceinline__ void load_gate(uint32_t unit, Gate& gate) const {
     const uint32_t tile = unit / F::kParts, part = unit % F::kParts;
@@ -105,6 +112,19 @@ class Router {
         gate.lower[i] = instruction::load_once(lower + place(number));
       }
     }
+  }
+
+  // The norm's weight and the bias, to shared memory.
+  __device__ __forceinline__ void copy_constants() const {
+    if (F::kHasNorm && threadIdx.x < stride_) copy(norm_ + threadIdx.x, p_.norm + threadIdx.x);
+    if (p_.bias && threadIdx.x < p_.experts) {
+      instruction::copy_word(instruction::shared_place(reinterpret_cast<uint8_t*>(bias_ + threadIdx.x)),
+                             reinterpret_cast<const uint32_t*>(p_.bias + threadIdx.x));
+    }
+    instruction::end_copies();
+  }
+  __device__ __forceinline__ static void copy(uint4* to, const uint4* from) {
+    instruction::copy_once(instruction::shared_place(reinterpret_cast<uint8_t*>(to)), from);
   }
 
   __device__ __forceinline__ bool is_token(uint32_t group) const {
@@ -159,12 +179,6 @@ class Router {
   // x + residual in float32, its norm, and both rounded. Every block of a cluster has all of it and writes a
   // share. The second read comes from the first cache.
   __device__ __forceinline__ void add_and_norm() {
-    uint4 norm[F::kChunks];
-#pragma unroll
-    for (uint32_t i = 0; i < F::kChunks; ++i) {
-      norm[i] = make_uint4(0, 0, 0, 0);
-      if (is_chunk(i)) norm[i] = instruction::load_once(p_.norm + place(i));
-    }
 #pragma unroll
     for (uint32_t group = 0; group < F::kGroups; ++group) {
       float squares = 0;
@@ -183,6 +197,7 @@ class Router {
       squares += __shfl_xor_sync(~0u, squares, 2);
       if (quarter() == 0) squares_[warp() * F::kTokens + group * kTokens + row_in_group()] = squares;
     }
+    instruction::wait_for_copies<0>();
     __syncthreads();
 #pragma unroll
     for (uint32_t group = 0; group < F::kGroups; ++group) {
@@ -194,9 +209,10 @@ class Router {
         x_[group][i] = make_uint4(0, 0, 0, 0);
         if (!is_token(group) || !is_chunk(i)) continue;
         Eight x = sum_at(group, i);
-        const Eight weight = floats_of(norm[i]);
+        const Eight weight = floats_of(norm_[place(i)]);
 #pragma unroll
-        for (uint32_t j = 0; j < 8; ++j) x.values[j] = x.values[j] * factor * (weight.values[j] + p_.norm_offset);
+        for (uint32_t j = 0; j < 8; ++j)
+          x.values[j] = x.values[j] * factor * (weight.values[j] + p_.norm_offset);
         x_[group][i] = rounded(x);
         if (i % ranks_ == rank_) p_.normed[row(group) + place(i)] = x_[group][i];
       }
@@ -254,7 +270,8 @@ class Router {
   }
 
   // Two chains of products, so that one need not wait for the other.
-  __device__ __forceinline__ void multiply(uint32_t part, const Gate& gate, float (&sums)[F::kGroups][2][4]) const {
+  __device__ __forceinline__ void multiply(uint32_t part, const Gate& gate,
+                                           float (&sums)[F::kGroups][2][4]) const {
 #pragma unroll
     for (uint32_t each = 0; each < F::kParts; ++each) {
       if (each != part) continue;
@@ -277,7 +294,8 @@ class Router {
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
         const uint32_t token = group * kTokens + 2 * quarter() + i % 2, expert = row_in_group() + i / 2 * 8;
-        partials_[(warp() * F::kTokens + token) * F::kTokenStride + expert] = sums[group][0][i] + sums[group][1][i];
+        partials_[(warp() * F::kTokens + token) * F::kTokenStride + expert] =
+            sums[group][0][i] + sums[group][1][i];
       }
     }
   }
@@ -319,6 +337,7 @@ class Router {
 
   const Problem& p_;
   const uint32_t ranks_, rank_, first_token_, tokens_, chunks_, stride_;
+  uint4* const norm_;
   float *const partials_, *const squares_, *const bias_, *const logits_;
   uint32_t* const padding_;
   Gate gates_[F::kBuffers];

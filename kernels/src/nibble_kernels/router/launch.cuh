@@ -17,7 +17,7 @@ template <class F>
 __global__ void __launch_bounds__(F::kThreads, 1)
     route(const __grid_constant__ Problem problem, const uint32_t ranks) {
   extern __shared__ uint4 memory[];
-  Router<F>(problem, ranks, reinterpret_cast<float*>(memory)).run();
+  Router<F>(problem, ranks, memory).run();
 }
 
 inline cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], uint32_t blocks, uint32_t ranks,
@@ -44,10 +44,12 @@ bool has_clusters(int device, uint32_t ranks, uint32_t bytes) {
   const std::lock_guard lock(mutex);
   const auto [place, is_new] = known.try_emplace({device, ranks});
   if (is_new) {
+    cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     cudaLaunchAttribute attributes[2]{};
     const cudaLaunchConfig_t config = launch_config(attributes, ranks, ranks, F::kThreads, bytes, nullptr);
     int clusters = 0;
-    place->second = cudaOccupancyMaxActiveClusters(&clusters, route<F>, &config) == cudaSuccess && clusters > 0;
+    place->second =
+        cudaOccupancyMaxActiveClusters(&clusters, route<F>, &config) == cudaSuccess && clusters > 0;
     if (!place->second) cudaGetLastError();
   }
   return place->second;
@@ -65,15 +67,11 @@ cudaError_t launch_form(const Problem& p, uint32_t ranks, uint32_t multiprocesso
   uint32_t bytes = shared_bytes<F>(p.experts, ranks);
   // Fewer ranks need more shared memory, and the most that SM12x has are 99 KB.
   while (!is_given && ranks < kMostRanks && bytes > 99 * 1024) bytes = shared_bytes<F>(p.experts, ranks *= 2);
-  cudaError_t error = cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(shared_bytes<F>(p.experts, 1)));
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    error = cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  }
-  if (error != cudaSuccess) return error;
   while (!is_given && ranks > 1 && !has_clusters<F>(device, ranks, bytes))
     bytes = shared_bytes<F>(p.experts, ranks /= 2);
+  const cudaError_t error = cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(bytes));
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2]{};
   const cudaLaunchConfig_t config =
       launch_config(attributes, clusters * ranks, ranks, F::kThreads, bytes, stream);
@@ -86,9 +84,11 @@ cudaError_t launch_columns(const Problem& p, uint32_t groups, uint32_t ranks, ui
   // As few tokens in a block as leave a cluster of 8 blocks for each 8, 16 or 32 of them.
   const uint32_t at_a_time = multiprocessors / kMostRanks * kTokens;
   if (groups == 0) groups = p.tokens <= at_a_time ? 1 : p.tokens <= 2 * at_a_time ? 2 : 4;
-  if (groups == 1) return launch_form<Form<Chunks, 1, HasNorm>>(p, ranks, multiprocessors, device, stream);
+  if (groups == 1)
+    return launch_form<Form<Chunks, 1, HasNorm>>(p, ranks, multiprocessors, device, stream);
   if constexpr (Chunks <= 4) {
-    if (groups == 4) return launch_form<Form<Chunks, 4, HasNorm>>(p, ranks, multiprocessors, device, stream);
+    if (groups == 4)
+      return launch_form<Form<Chunks, 4, HasNorm>>(p, ranks, multiprocessors, device, stream);
   }
   return launch_form<Form<Chunks, 2, HasNorm>>(p, ranks, multiprocessors, device, stream);
 }

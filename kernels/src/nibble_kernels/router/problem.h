@@ -15,7 +15,7 @@ inline constexpr uint32_t kTokens = 8;   // in a product
 inline constexpr uint32_t kMostExperts = 512, kMostChosen = 32, kMostColumns = 4096, kMostRanks = 8;
 
 struct Problem {
-  const uint4 *x, *residual;  // bfloat16 [tokens, columns]; the residual may be null: then x is taken as it is
+  const uint4 *x, *residual;  // bfloat16 [tokens, columns]; without a residual, which is null, no norm
   const uint4* norm;          // bfloat16 [columns], with a residual
   uint4 *normed, *sum;        // of the norm, and x + residual
   const uint4* gate;          // bfloat16 [experts, columns]
