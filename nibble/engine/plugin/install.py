@@ -25,6 +25,7 @@ from nibble.engine.plugin import (
     cpu_seeds,
     dense,
     e4m3,
+    fuse_router,
     fuse_silu,
     kernels,
     lm_head,
@@ -51,6 +52,7 @@ def install() -> None:
     lm_head.register_head()
     mtp.register_draft_projection()
     fuse_silu.follow_loading()
+    fuse_router.follow_loading()
     pulse.register()
     queues.size_answer_queue()
     queues.sleep_between_looks()
