@@ -140,7 +140,7 @@ def fuse_router(runner: Any) -> Route:
     route = route_of(runner)
     router, gate = runner.router, runner.gate
     router.__class__ = _router_class(type(router))
-    runner.gate = FusedGate(gate, route)
+    router.fused_gate = runner.gate = FusedGate(gate, route)
     return route
 
 
