@@ -40,7 +40,8 @@ def run(
 def anywhere(installed: Path, here: Path) -> dict[str, str]:
     """An environment in which vLLM finds the plugin gpu_kernel_anywhere."""
     install(here, gpu_kernel_anywhere)
-    return {"PYTHONPATH": python_path(installed, here), "FUSED": str(here / "fused")}
+    files = {"FUSED": str(here / "fused"), "ROUTED": str(here / "routed")}
+    return {"PYTHONPATH": python_path(installed, here)} | files
 
 
 OPTIONS = {"max_model_len": 256}
@@ -186,9 +187,37 @@ def test_experts_answer_as_the_same_weights_in_bf16(installed: Path, tmp_path: P
     jobs: list[vllm_logprobs.Job] = [
         (folder, OPTIONS, prompt) for folder in folders for prompt in (PROMPT, PROMPT * 13)
     ]
-    (short, long, *ours), _ = run(installed, tmp_path, jobs, OUR_EXPERTS="1")
+    (short, long, *ours), _ = run(installed, tmp_path, jobs, OUR_EXPERTS="alone")
     for one, other in zip(ours, (short, long) * 2, strict=True):
         assert largest_difference(one, other) < BF16_ROUNDING
+
+
+def routed_answers(
+    installed: Path, here: Path, how: str, jobs: list[vllm_logprobs.Job]
+) -> tuple[list[Any], list[dict[str, int]]]:
+    """Results of the jobs, and how many routers and norms of their models are fused."""
+    here.mkdir()
+    results, _ = run(installed, here, jobs, OUR_EXPERTS=how)
+    assert not any(isinstance(one, str) for one in results), results
+    return results, [json.loads(line) for line in (here / "routed").read_text().splitlines()]
+
+
+def test_fused_routers_answer_as_vllms(installed: Path, tmp_path: Path) -> None:
+    """Alone and with the norm in front, compiled too."""
+    shape = Shape(experts=8, chosen=3)
+    folder = str(write_checkpoint(tmp_path / "model", shape, "modelopt"))
+    jobs: list[vllm_logprobs.Job] = [
+        (folder, OPTIONS | {"enforce_eager": True}, prompt) for prompt in (PROMPT, PROMPT * 13)
+    ]
+    expected, found = routed_answers(installed, tmp_path / "alone", "alone", jobs)
+    assert found == [{}] * 2
+    with_norm = ("NibbleCPURouter", "NibbleQwen3MoeSparseMoeBlock", "NibbleRMSNorm")
+    for how, names in (("router", ("FusedGate", "NibbleCPURouter")), ("all", with_norm)):
+        some = jobs if how == "router" else [*jobs, (folder, OPTIONS, PROMPT)]
+        answers, found = routed_answers(installed, tmp_path / how, how, some)
+        assert found == [dict.fromkeys(names, shape.layers)] * len(some)
+        for one, other in zip(answers, [*expected, expected[0]], strict=False):
+            assert largest_difference(one, other) < BF16_ROUNDING
 
 
 @pytest.mark.slow

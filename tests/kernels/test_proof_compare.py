@@ -139,6 +139,11 @@ WrongRouter.__name__ = "FusedTopKRouter"
 
 
 def routing_of(router: Any, layer: int) -> Any:
+    (result,) = results_of(router, layer)
+    return result
+
+
+def results_of(router: Any, layer: int) -> list[Any]:
     from nibble.engine.plugin.report.routing import routing_results
 
     method = SimpleNamespace(is_monolithic=False, topk_indices_dtype=torch.int32)
@@ -149,8 +154,7 @@ def routing_of(router: Any, layer: int) -> Any:
         router=router, moe_config=moe, routed_experts=SimpleNamespace(quant_method=method)
     )
     name = f"routing of model.layers.{layer}.mlp.experts"
-    (result,) = routing_results(name, runner, torch.device("cpu"))
-    return result
+    return list(routing_results(name, runner, torch.device("cpu")))
 
 
 @pytest.mark.vllm
@@ -159,6 +163,30 @@ def test_a_router_may_choose_between_experts_of_equal_score() -> None:
     results = [routing_of(FusedTopKRouter(), layer) for layer in range(48)]
     assert {result.problem for result in results} == {""}
     assert all("off by" in routing_of(WrongRouter(), layer).problem for layer in range(48))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("round_logits", [True, False])
+def test_a_fused_gate_is_compared_too(kernels: object, round_logits: bool) -> None:
+    from nibble.engine.plugin.fuse_router import FusedGate, Route
+
+    def result(route: Any, layer: int) -> str:
+        weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(layer)) / 8
+        router: Any = FusedTopKRouter()
+        router.fused_gate = FusedGate(SimpleNamespace(weight=weight.bfloat16()), route)
+        plain, fused = results_of(router, layer)
+        assert (plain.kind, plain.problem) == ("FusedTopKRouter", "")
+        assert fused.kind == "route_experts"
+        return fused.problem
+
+    route = Route(8, False, True, None, 1.0, round_logits)
+    assert {result(route, layer) for layer in range(24)} == {""}
+    wrong = (
+        route._replace(topk=7),
+        route._replace(renormalize=False),
+        route._replace(sigmoid=True),
+    )
+    assert all("off by" in result(one, layer) for one in wrong for layer in range(4))
 
 
 @pytest.mark.vllm

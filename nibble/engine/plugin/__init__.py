@@ -4,6 +4,7 @@
   exactly, refuse scales that were not loaded, keep activations in BF16 on request, and load a
   quantized lm_head in every model.
 - cpu.py, cuda.py, kernels.py, fuse_silu.py: nibble's kernels as vLLM layers.
+- fuse_router.py: a router of experts, and the norm in front of it, as one kernel.
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
 - cpu_seeds.py: requests with a seed on the CPU.

@@ -26,6 +26,7 @@ from nibble.engine.plugin import (
     cpu_seeds,
     dense,
     e4m3,
+    fuse_router,
     fuse_silu,
     kernels,
     lm_head,
@@ -54,6 +55,7 @@ def install() -> None:
     mtp.register_draft_projection()
     fuse_silu.follow_loading()
     chain_layers.follow_loading()
+    fuse_router.follow_loading()
     pulse.register()
     queues.size_answer_queue()
     queues.sleep_between_looks()

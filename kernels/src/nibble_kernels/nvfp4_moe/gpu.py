@@ -333,7 +333,7 @@ def in_slices(
     for part in (slice(begin, begin + step) for begin in range(0, len(x), step)):
         ids = topk_ids[part]
         y = decode(decode(x[part], ids, None), ids, topk_weights[part])
-        out[part] = y.unflatten(0, (-1, topk)).sum(1)
+        torch.sum(y.unflatten(0, (-1, topk)), 1, out=out[part])
     return out
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from nibble_kernels.router import weights_and_ids
 from torch import Tensor
 
 from nibble.engine.plugin.report.compare import Result, compare
@@ -21,7 +22,7 @@ NEAR = 1e-5
 def routing_results(name: str, runner: Any, device: torch.device) -> Iterator[Result]:
     """Compare a router's weights: [rows, experts], 0 for experts not chosen. Raises Unknown."""
     router, moe = runner.router, runner.moe_config
-    kind = type(router).__name__
+    kind = type(router).__name__.removeprefix("Nibble")
     others = ("custom_routing_function", "_hash_indices_table", "eplb_state", "bias_vl")
     is_plain = kind in PLAIN_ROUTERS and not getattr(router, "use_grouped_topk", False)
     if not is_plain or any(getattr(router, other, None) is not None for other in others):
@@ -41,6 +42,33 @@ def routing_results(name: str, runner: Any, device: torch.device) -> Iterator[Re
     routed = torch.zeros(len(logits), experts)
     routed.scatter_(1, ids.long().cpu(), weights.float().cpu())
     yield compare("routing", kind, name, routed, {"plain": route(router, logits.float())})
+    gate = getattr(router, "fused_gate", None)
+    if gate is not None:
+        yield fused_result(name, router, gate, hidden.shape[1], device)
+
+
+def fused_result(name: str, router: Any, gate: Any, columns: int, device: torch.device) -> Result:
+    """Compare nibble's kernel for gate and choice on random rows that leave no choice, also where a
+    logit lies between two numbers of BF16. Raises Unknown.
+    """
+    x = torch.randn(8 * ROWS, columns, generator=generator_of(f"{name} gate")).to(torch.bfloat16)
+    weight = gate.gate.weight.detach().double().cpu()
+    exact, size = x.double() @ weight.T, x.double().abs() @ weight.T.abs()
+    dtype = torch.bfloat16 if gate.route.round_logits else torch.float32
+    logits = exact.to(dtype).float()
+    by = choice_scores(router, logits)[1]
+    clear = leaves_no_choice(by, router.top_k)
+    if gate.route.round_logits:
+        low, high = ((exact + side * 2.0**-20 * size).to(dtype) for side in (-1, 1))
+        best = by.topk(min(router.top_k + 2, by.shape[1])).indices
+        clear &= (low == high).gather(1, best).all(-1)
+    if not clear.any():
+        raise Unknown("in all random inputs a rounding decides the choice")
+    x, logits = x[clear][:ROWS], logits[clear][:ROWS]
+    weights, ids = weights_and_ids(gate.choices(x.to(device)))
+    routed = torch.zeros(len(logits), logits.shape[1])
+    routed.scatter_(1, ids.long().cpu(), weights.float().cpu())
+    return compare("routing", "route_experts", name, routed, {"plain": route(router, logits)})
 
 
 def random_logits(name: str, router: Any, experts: int, dtype: torch.dtype | None) -> Tensor:

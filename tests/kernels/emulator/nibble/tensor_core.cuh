@@ -22,6 +22,7 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __host__
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -75,6 +76,7 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
 inline float2 __half22float2(__half2 x) { return {__half2float(x.low), __half2float(x.high)}; }
 
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline uint32_t __popc(uint32_t bits) { return static_cast<uint32_t>(std::popcount(bits)); }
@@ -136,6 +138,9 @@ T __shfl_sync(uint32_t, T value, uint32_t from) {
   meet_warp();
   return result;
 }
+inline float __shfl_sync(uint32_t lanes, float value, uint32_t from) {
+  return __uint_as_float(__shfl_sync(lanes, __float_as_uint(value), from));
+}
 inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, uint32_t mask) {
   return __shfl_sync(lanes, value, threadIdx.x % 32 ^ mask);
 }
@@ -166,6 +171,24 @@ inline bool __any_sync(uint32_t, bool is_so) {
   meet_warp();
   return any;
 }
+
+inline uint32_t __ballot_sync(uint32_t, bool is_so) {
+  emulated_lane(threadIdx.x % 32).shuffled = is_so;
+  meet_warp();
+  uint32_t all = 0;
+  for (uint32_t lane = 0; lane < 32; ++lane) all |= uint32_t{emulated_lane(lane).shuffled != 0} << lane;
+  meet_warp();
+  return all;
+}
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  emulated_lane(threadIdx.x % 32).shuffled = value;
+  meet_warp();
+  uint64_t most = 0;
+  for (uint32_t lane = 0; lane < 32; ++lane) most = std::max(most, emulated_lane(lane).shuffled);
+  meet_warp();
+  return static_cast<uint32_t>(most);
+}
+inline int __ffs(uint32_t bits) { return bits ? std::countr_zero(bits) + 1 : 0; }
 
 inline uint32_t atomicExch(uint32_t* place, uint32_t value) { return std::exchange(*place, value); }
 inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchange(*place, *place + value); }
@@ -352,12 +375,17 @@ inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<
 inline void copy_pair(SharedPlace to, const float2* from) { *reinterpret_cast<float2*>(to) = *from; }
 inline uint32_t cluster_rank() { return emulated_block->rank; }
 inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
-inline float2 load_of_rank(const float2* own, uint32_t rank) {
-  const auto& memory = emulated_cluster->memory;
-  const char* const begin = reinterpret_cast<const char*>(memory[emulated_block->rank].data());
-  const char* const theirs = reinterpret_cast<const char*>(memory[rank].data());
-  return *reinterpret_cast<const float2*>(theirs + (reinterpret_cast<const char*>(own) - begin));
+inline void begin_cluster_barrier() {}
+inline void end_cluster_barrier() { cluster_barrier(); }
+template <class T>
+T* of_rank(T* own, uint32_t rank) {
+  auto& memory = emulated_cluster->memory;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory[emulated_block->rank].data());
+  const uintptr_t theirs = reinterpret_cast<uintptr_t>(memory[rank].data());
+  return reinterpret_cast<T*>(theirs + (reinterpret_cast<uintptr_t>(own) - begin));
 }
+inline void store_to_rank(float* own, uint32_t rank, float value) { *of_rank(own, rank) = value; }
+inline float2 load_of_rank(const float2* own, uint32_t rank) { return *of_rank(own, rank); }
 
 inline void end_copies() { emulated_lane(threadIdx.x % 32).copies.emplace_back(); }
 template <uint32_t Pending>

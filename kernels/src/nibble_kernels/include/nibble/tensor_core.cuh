@@ -180,6 +180,23 @@ __device__ __forceinline__ void cluster_barrier() {
       "barrier.cluster.wait.acquire.aligned;" ::
           : "memory");
 }
+// In two steps: a block knows after the second that all others have begun the first.
+__device__ __forceinline__ void begin_cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void end_cluster_barrier() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void store_to_rank(float* own, uint32_t rank, float value) {
+  asm volatile(
+      "{\n\t"
+      ".reg .u32 place;\n\t"
+      "mapa.shared::cluster.u32 place, %0, %1;\n\t"
+      "st.shared::cluster.f32 [place], %2;\n\t"
+      "}" ::"r"(shared_place(own)),
+      "r"(rank), "f"(value)
+      : "memory");
+}
 __device__ __forceinline__ float2 load_of_rank(const float2* own, uint32_t rank) {
   float2 value;
   asm volatile(

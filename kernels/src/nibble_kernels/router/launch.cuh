@@ -1,0 +1,109 @@
+// Launches of gate.cuh's kernels. Without torch, so that a test can compile it alone.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+
+#include "router/gate.cuh"
+
+namespace nibble::router {
+
+template <class F>
+__global__ void __launch_bounds__(F::kThreads, 1)
+    route(const __grid_constant__ Problem problem, const uint32_t ranks) {
+  extern __shared__ uint4 memory[];
+  Router<F>(problem, ranks, memory).run();
+}
+
+inline cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], uint32_t blocks, uint32_t ranks,
+                                        uint32_t threads, uint32_t bytes, cudaStream_t stream) {
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {ranks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = ranks > 1 ? 2 : 1;
+  return config;
+}
+
+// Whether a device runs clusters of `ranks` blocks of a form; found once for each.
+template <class F>
+bool has_clusters(int device, uint32_t ranks, uint32_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, uint32_t>, bool> known;
+  const std::lock_guard lock(mutex);
+  const auto [place, is_new] = known.try_emplace({device, ranks});
+  if (is_new) {
+    cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    cudaLaunchAttribute attributes[2]{};
+    const cudaLaunchConfig_t config = launch_config(attributes, ranks, ranks, F::kThreads, bytes, nullptr);
+    int clusters = 0;
+    place->second =
+        cudaOccupancyMaxActiveClusters(&clusters, route<F>, &config) == cudaSuccess && clusters > 0;
+    if (!place->second) cudaGetLastError();
+  }
+  return place->second;
+}
+
+template <class F>
+cudaError_t launch_form(const Problem& p, uint32_t ranks, uint32_t multiprocessors, int device,
+                        cudaStream_t stream) {
+  const uint32_t clusters = (p.tokens + F::kTokens - 1) / F::kTokens;
+  const bool is_given = ranks != 0;
+  if (!is_given) {
+    ranks = kMostRanks;
+    while (ranks > 1 && clusters * ranks > multiprocessors) ranks /= 2;
+  }
+  uint32_t bytes = shared_bytes<F>(p.experts, ranks);
+  // Fewer ranks need more shared memory, and the most that SM12x has are 99 KB.
+  while (!is_given && ranks < kMostRanks && bytes > 99 * 1024) bytes = shared_bytes<F>(p.experts, ranks *= 2);
+  while (!is_given && ranks > 1 && !has_clusters<F>(device, ranks, bytes))
+    bytes = shared_bytes<F>(p.experts, ranks /= 2);
+  const cudaError_t error = cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(bytes));
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2]{};
+  const cudaLaunchConfig_t config =
+      launch_config(attributes, clusters * ranks, ranks, F::kThreads, bytes, stream);
+  return cudaLaunchKernelEx(&config, route<F>, p, ranks);
+}
+
+template <uint32_t Chunks, bool HasNorm>
+cudaError_t launch_columns(const Problem& p, uint32_t groups, uint32_t ranks, uint32_t multiprocessors,
+                           int device, cudaStream_t stream) {
+  // As few tokens in a block as leave a cluster of 8 blocks for each 8, 16 or 32 of them.
+  const uint32_t at_a_time = multiprocessors / kMostRanks * kTokens;
+  if (groups == 0) groups = p.tokens <= at_a_time ? 1 : p.tokens <= 2 * at_a_time ? 2 : 4;
+  if (groups == 1)
+    return launch_form<Form<Chunks, 1, HasNorm>>(p, ranks, multiprocessors, device, stream);
+  if constexpr (Chunks <= 4) {
+    if (groups == 4)
+      return launch_form<Form<Chunks, 4, HasNorm>>(p, ranks, multiprocessors, device, stream);
+  }
+  return launch_form<Form<Chunks, 2, HasNorm>>(p, ranks, multiprocessors, device, stream);
+}
+
+// Groups of 8 tokens in a block and blocks in a cluster, 0 for those that fit the number of tokens.
+inline cudaError_t launch(const Problem& p, uint32_t groups, uint32_t ranks, int device, cudaStream_t stream) {
+  int multiprocessors = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const auto run = [&](auto launch_them) {
+    return launch_them(p, groups, ranks, static_cast<uint32_t>(multiprocessors), device, stream);
+  };
+  if (p.columns <= 4 * kChunk * kWarps)
+    return p.residual ? run(launch_columns<4, true>) : run(launch_columns<4, false>);
+  return p.residual ? run(launch_columns<8, true>) : run(launch_columns<8, false>);
+}
+
+}  // namespace nibble::router

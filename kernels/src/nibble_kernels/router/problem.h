@@ -1,0 +1,34 @@
+// A router of experts: logits of a gate, scores, and the experts of the highest. For host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "nibble/arch.h"
+
+namespace nibble::router {
+
+inline constexpr uint32_t kLanes = 32;
+inline constexpr uint32_t kWarps = 16;   // share the columns
+inline constexpr uint32_t kChunk = 32;   // columns that a warp multiplies at a time
+inline constexpr uint32_t kRows = 16;    // of the gate, in a product
+inline constexpr uint32_t kTokens = 8;   // in a product
+inline constexpr uint32_t kMostExperts = 512, kMostChosen = 32, kMostColumns = 4096, kMostRanks = 8;
+
+struct Problem {
+  const uint4 *x, *residual;  // bfloat16 [tokens, columns]; without a residual, which is null, no norm
+  const uint4* norm;          // bfloat16 [columns], with a residual
+  uint4 *normed, *sum;        // of the norm, and x + residual
+  const uint4* gate;          // bfloat16 [experts, columns]
+  const float* bias;          // [experts], added to the scores for the choice alone, or null
+  const bool* padding;        // [tokens]: those without experts, or null
+  float* weights;             // [tokens, topk]
+  int32_t* ids;               // [tokens, topk]
+  uint32_t tokens, experts, columns, topk;
+  float epsilon, norm_offset;  // the norm's weight is norm + norm_offset
+  float scale;                 // of all weights
+  bool sigmoid;                // else softmax
+  bool renormalize;            // the weights of a token add up to `scale`
+  bool round_logits;           // to bfloat16
+};
+
+}  // namespace nibble::router

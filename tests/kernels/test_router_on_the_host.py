@@ -1,0 +1,191 @@
+"""The router's own source without a GPU: compiled by g++, with lanes that take turns.
+
+Only the instructions are stood in for (emulator/nibble/tensor_core.cuh).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.changes import OPERATORS
+from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.router_cases import Case, check, make_case, run
+
+EMULATOR = Path(__file__).parent / "emulator"
+Route = Callable[..., tuple[Tensor, ...]]
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    pytest.mark.when_changed(*OPERATORS),
+]
+
+POINTERS = (
+    *("x", "residual", "norm", "normed", "sum", "gate", "bias", "padding", "weights", "ids"),
+)
+SIZES = ("tokens", "experts", "columns", "topk")
+FACTORS = ("epsilon", "norm_offset", "scale")
+FLAGS = ("sigmoid", "renormalize", "round_logits")
+
+
+class Problem(ctypes.Structure):
+    """problem.h"""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_uint32) for name in SIZES),
+        *((name, ctypes.c_float) for name in FACTORS),
+        *((name, ctypes.c_bool) for name in FLAGS),
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    built = tmp_path_factory.mktemp("emulator") / "router.so"
+    sources = KERNELS / "src/nibble_kernels"
+    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=1"]
+    words += [f"-I{EMULATOR}", f"-I{sources}", f"-I{sources / 'include'}"]
+    subprocess.run([*words, "-o", str(built), str(EMULATOR / "router.cpp")], check=True)
+    found = ctypes.CDLL(str(built))
+    assert found.problem_bytes() == ctypes.sizeof(Problem)
+    return found
+
+
+@pytest.fixture(params=["early", "late"])
+def route(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Route:
+    def call(case: Case, *, groups: int = 1, ranks: int = 1) -> tuple[Tensor, ...]:
+        kept = tensors_of(case)
+        values: dict[str, Any] = {
+            name: tensor.data_ptr() for name, tensor in kept.items() if tensor is not None
+        }
+        options = {"sigmoid": False, "renormalize": True, "round_logits": True} | case.options
+        problem = Problem(
+            **values,
+            tokens=len(case.x),
+            experts=len(case.gate),
+            columns=case.x.shape[1],
+            topk=case.topk,
+            epsilon=case.epsilon,
+            norm_offset=case.norm_offset,
+            scale=options.get("scale", 1.0),
+            **{name: options[name] for name in FLAGS},
+        )
+        late = request.param == "late"
+        library.route_on_the_host(ctypes.byref(problem), groups, ranks, late)
+        chosen = (kept["weights"], kept["ids"])
+        return chosen if case.residual is None else (*chosen, kept["normed"], kept["sum"])
+
+    return call
+
+
+def tensors_of(case: Case) -> dict[str, Any]:
+    tokens = len(case.x)
+    written = {
+        "weights": torch.full((tokens, case.topk), float("nan")),
+        "ids": torch.full((tokens, case.topk), -7, dtype=torch.int32),
+    }
+    if case.residual is not None:
+        unwritten = torch.full_like(case.x, float("nan"))
+        written |= {"normed": unwritten, "sum": unwritten.clone()}
+    given = {"x": case.x, "residual": case.residual, "norm": case.norm, "gate": case.gate}
+    options = {name: case.options.get(name) for name in ("bias", "padding")}
+    return written | given | options
+
+
+@pytest.mark.parametrize("with_norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "columns", "topk", "groups", "ranks"),
+    [
+        (1, 128, 2048, 8, 1, 8),
+        (9, 128, 544, 8, 1, 2),
+        (3, 256, 2048, 8, 1, 8),
+        (11, 60, 1056, 4, 2, 4),
+        (30, 128, 512, 6, 4, 1),
+        (5, 512, 4096, 10, 1, 8),
+        (17, 512, 2080, 10, 2, 2),
+    ],
+)
+def test_shapes_and_divisions(
+    route: Route,
+    tokens: int,
+    experts: int,
+    columns: int,
+    topk: int,
+    groups: int,
+    ranks: int,
+    with_norm: bool,
+) -> None:
+    case = make_case(tokens, experts, columns, topk, with_norm=with_norm, seed=tokens)
+    check(route(case, groups=groups, ranks=ranks), case)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"renormalize": False},
+    {"round_logits": False, "scale": 2.5},
+    {"sigmoid": True},
+    {"sigmoid": True, "renormalize": False, "scale": 0.5},
+    {"sigmoid": True, "bias": torch.linspace(-1, 1, 64), "scale": 1.5},
+    {"bias": torch.linspace(0.1, -0.1, 64)},
+    {"padding": torch.tensor([False, True, False, True])},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
+def test_options(route: Route, options: dict[str, Any]) -> None:
+    case = make_case(4, 64, 256, 6, **options)
+    check(route(case, ranks=2), case)
+
+
+def test_a_norm_with_an_offset(route: Route) -> None:
+    case = make_case(3, 64, 512, 4, with_norm=True, norm_offset=1.0)
+    check(route(case, ranks=2), case)
+
+
+def test_of_equal_experts_the_first_are_chosen(route: Route) -> None:
+    """Also where a lane has several of them, and where all are equal."""
+    case = make_case(2, 64, 256, 8, round_logits=False)
+    case.gate[:] = case.gate[0]
+    _, ids = route(case, ranks=4)
+    assert ids.tolist() == [list(range(8))] * 2
+    case.gate[[5, 6, 40]] *= 2
+    case.x[:] = case.gate[0]
+    _, ids = route(case, ranks=4)
+    assert ids.tolist() == [[5, 6, 40, 0, 1, 2, 3, 4]] * 2
+
+
+def test_all_experts_and_one_expert(route: Route) -> None:
+    for topk in (1, 32):
+        case = make_case(2, 32, 128, topk)
+        check(route(case), case)
+
+
+def test_infinite_and_missing_logits_leave_ids_of_experts(route: Route) -> None:
+    case = make_case(3, 128, 256, 8)
+    case.x[0, 3], case.x[1], case.x[2, 0] = float("inf"), float("nan"), -float("inf")
+    _, ids = route(case, ranks=2)
+    assert ((ids >= 0) & (ids < 128)).all() and all(len(row.unique()) == 8 for row in ids)
+
+
+@pytest.mark.parametrize("with_norm", [False, True], ids=["", "norm"])
+def test_a_token_has_the_same_bits_in_every_division(route: Route, with_norm: bool) -> None:
+    case = make_case(19, 96, 1056, 5, with_norm=with_norm)
+    expected = route(case, groups=1, ranks=1)
+    for groups, ranks in ((2, 4), (4, 1), (1, 8)):
+        found = route(case, groups=groups, ranks=ranks)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    alone = route(case.rows(slice(7, 8)), ranks=2)
+    assert all(torch.equal(a, b[7:8]) for a, b in zip(alone, expected, strict=True))
+
+
+def test_the_specification_agrees_with_the_kernel(route: Route, kernels: object) -> None:
+    case = make_case(6, 128, 512, 8, with_norm=True, bias=torch.linspace(0, 0.01, 128))
+    check(run(case), case)
+    assert torch.equal(route(case, ranks=4)[1], run(case)[1])
