@@ -112,6 +112,7 @@ def install_packages(work: Path, site: Path) -> None:
     pip(*install, "--no-index", "--no-build-isolation", str(tree))
     shutil.rmtree(site / "nibble")  # the source tree is imported instead
     remove_unused(site)
+    (site / "vllm/_C_AVX512.abi3.so").unlink()  # for processors without products of BF16
 
 
 def copy_python(folder: Path, work: Path) -> Path:
