@@ -40,7 +40,7 @@ LLAMA = "llama-cpp-python==0.3.36"
 # What a server of these models never imports.
 _SKIP = """
 contourpy cryptography fonttools fastapi-cloud-cli google-api-core google-auth graphql-core grpcio
-kiwisolver matplotlib nvidia-ml-py opencensus opencensus-context opencv-python-headless py-spy ray
+kiwisolver matplotlib opencensus opencensus-context opencv-python-headless py-spy ray
 sentry-sdk smart-open supervisor virtualenv anthropic pycountry
 """
 SKIP = _SKIP.split()

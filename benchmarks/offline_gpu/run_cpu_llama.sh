@@ -23,8 +23,10 @@ lscpu >/tmp/R/lscpu.log
 mapfile -t cores < <(lscpu -p=CPU,CORE,SOCKET | awk -F, '!/^#/ && !seen[$2, $3]++ {print $1}')
 all=0-$(($(nproc --all) < 16 ? $(nproc --all) - 1 : 15))
 
+scale=${LANE_SCALE:-1} # of the limits, for a slower machine
+
 measure() { # NAME CPUS LLAMA LIMIT_S SECONDS MODEL …
-  local name=$1 cpus=$2 llama=$3 limit=$4 seconds=$5 model=$6 log
+  local name=$1 cpus=$2 llama=$3 limit=$(($4 * scale)) seconds=$(($5 * scale)) model=$6 log
   shift 6
   mkdir -p "/tmp/${name}"
   ln -sfn "${models}/${model}" "/tmp/${name}/${model}"
@@ -32,12 +34,16 @@ measure() { # NAME CPUS LLAMA LIMIT_S SECONDS MODEL …
     --folder "/tmp/${name}" --models "${model}" --seconds "${seconds}" --out "/tmp/R/${name}.json" "$@"
   for log in "/tmp/${name}"/*.log; do cp "${log}" "/tmp/R/${name}_${log##*/}"; done
 }
-pairs() { # MODEL LIMIT_S SECONDS: with each set of instructions on its own two cores
-  local without=(--without-avx512)
-  measure "cpu_llama_2_$1" "${cores[0]},${cores[1]}" "${native}" "$2" "$3" "$1" --most-busy 1 &
-  measure "cpu_llama_2_avx2_$1" "${cores[2]},${cores[3]}" avx2 "$2" "$3" "$1" --most-busy 1 "${without[@]}" /tmp/cpu/kernels-avx2 &
-  grep -qw avx_vnni /proc/cpuinfo && measure "cpu_llama_2_avx_vnni_$1" "${cores[4]},${cores[5]}" avx_vnni "$2" "$3" "$1" \
-    --most-busy 1 "${without[@]}" /tmp/cpu/kernels-avx_vnni --instructions avx_vnni &
+pairs() { # MODEL LIMIT_S SECONDS: each set of instructions on its own two cores, if there are as many
+  local apart=$((${#cores[@]} >= 6)) model=$1 limit=$2 seconds=$3
+  local second=$((apart * 2)) third=$((apart * 4))
+  measure "cpu_llama_2_${model}" "${cores[0]},${cores[1]}" "${native}" "${limit}" "${seconds}" "${model}" --most-busy 1 &
+  ((apart)) || wait
+  measure "cpu_llama_2_avx2_${model}" "${cores[second]},${cores[second + 1]}" avx2 "${limit}" "${seconds}" "${model}" \
+    --most-busy 1 --without-avx512 /tmp/cpu/kernels-avx2 &
+  ((apart)) || wait
+  grep -qw avx_vnni /proc/cpuinfo && measure "cpu_llama_2_avx_vnni_${model}" "${cores[third]},${cores[third + 1]}" avx_vnni \
+    "${limit}" "${seconds}" "${model}" --most-busy 1 --without-avx512 /tmp/cpu/kernels-avx_vnni --instructions avx_vnni &
   wait
 }
 measure cpu_llama_16_1.7b "${all}" "${native}" 200 90 1.7b --most-busy 0.2

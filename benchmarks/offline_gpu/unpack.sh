@@ -60,7 +60,9 @@ unpack_cpu_runtime() {
   done
   chmod +x /tmp/cpu/bin/nibble /tmp/cpu/llama-*/python
   cat >/tmp/cpu/environ <<ENVIRON
-export PYTHONPATH=/tmp/repo PATH=/tmp/cpu/bin:/tmp/cpu/python/bin:${PATH} LD_LIBRARY_PATH=/tmp/cpu/lib
+unset OMP_NUM_THREADS
+export PYTHONPATH=/tmp/repo PATH=/tmp/cpu/bin:/tmp/cpu/python/bin:${PATH}
+export LD_LIBRARY_PATH=/tmp/cpu/lib${LD_LIBRARY_PATH:+:${LD_LIBRARY_PATH}}
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES= NIBBLE_TARGET=cpu COMMIT=${commit} PARTS=${parts}
 ENVIRON
   (
