@@ -41,7 +41,7 @@ LLAMA = "llama-cpp-python==0.3.36"
 _SKIP = """
 contourpy cryptography fonttools fastapi-cloud-cli google-api-core google-auth graphql-core grpcio
 kiwisolver matplotlib opencensus opencensus-context opencv-python-headless py-spy ray
-sentry-sdk smart-open supervisor virtualenv anthropic pycountry
+sentry-sdk smart-open supervisor virtualenv anthropic
 """
 SKIP = _SKIP.split()
 UNUSED_STDLIB = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3")

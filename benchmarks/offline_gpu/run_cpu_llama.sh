@@ -11,7 +11,7 @@ write() {
   step "write_$1" 120 python3 -c "from pathlib import Path; from benchmarks.cpu_llama_models import write_models
 write_models('$1', Path('${models}/$1'))"
 }
-step compile_python 60 python3 -m compileall -q -j 0 /tmp/cpu/python/lib &
+step compile_python 60 python3 -m compileall -q -j 0 -x py312_ /tmp/cpu/python/lib &
 write 135m &
 write 1.7b
 wait
