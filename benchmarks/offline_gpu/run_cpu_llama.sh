@@ -46,8 +46,8 @@ pairs() { # MODEL LIMIT_S SECONDS: each set of instructions on its own two cores
     "${limit}" "${seconds}" "${model}" --most-busy 1 --without-avx512 /tmp/cpu/kernels-avx_vnni --instructions avx_vnni &
   wait
 }
-measure cpu_llama_16_1.7b "${all}" "${native}" 200 90 1.7b --most-busy 0.2
+measure cpu_llama_16_1.7b "${all}" "${native}" 200 90 1.7b --most-busy 1
 pairs 1.7b 240 150
-measure cpu_llama_16_135m "${all}" "${native}" 90 40 135m --most-busy 0.2
+measure cpu_llama_16_135m "${all}" "${native}" 90 40 135m --most-busy 1
 pairs 135m 90 45
 touch /tmp/R/cpu_llama.done
