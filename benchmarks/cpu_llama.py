@@ -4,21 +4,24 @@
     CMAKE_ARGS=-DGGML_NATIVE=ON VENV/bin/pip install --no-binary llama-cpp-python \
         llama-cpp-python==0.3.36
     python benchmarks/cpu_llama.py --llama-python VENV/bin/python [--out FILE] [--folder FOLDER]
-        [--rounds 3] [--models 1.7b 135m] [--most-busy 0.1]
-        [--starts [--beside NIBBLE] [--reference]] [--without-avx512 FOLDER]
+        [--rounds 3] [--seconds S] [--models 1.7b 135m] [--most-busy 0.1]
+        [--starts [--beside NIBBLE] [--reference]]
+        [--without-avx512 FOLDER [--instructions avx2]]
 
 Writes one generated Qwen3 for each shape in four forms: GGUF with Q4_0 and with NVFP4 layers, and
 checkpoints with W4A16 and W4A4. Embedding and head are BF16 in all of them. Speed depends on the
 shapes, not on the values, so all layers of a GGUF have equal ones.
 
 All four servers are loaded at the same time and idle except for the one that is measured. They are
-measured in turns, `--rounds` times; the fastest counts, because other programs only add time. A
-round waits until other programs use less than `--most-busy` of the cores, for at most two minutes;
-`busy` is what they used then. The rows of models that a run leaves out stay in the file. llama.cpp
-runs in its own process with a thread for each core that nibble uses, through its batched decoding
-for four streams. Both sides start with 16 tokens and decode 48. Rows have tokens per second of all
-streams together; `ratio` is W4A16 to Q4_0. `read_gb_s` is what the cores read in the same run, and
-`read_share` the share of it that one stream's weights make up.
+measured in turns, `--rounds` times; the fastest counts, because other programs only add time. No
+round begins after `--seconds`, except for each model's first. A round waits until other programs
+use less than `--most-busy` of the cores, for at most two minutes; `busy` is what they used then.
+Rows of other models, instructions and numbers of cores stay in the file. llama.cpp runs in its own
+process with a thread for each core that nibble uses, through its batched decoding for four streams.
+Both sides start with 16 tokens and decode 48. Rows have tokens per second of all streams together;
+`ratio` is W4A16 to Q4_0. `read_gb_s` is what the cores read in the same run, and `read_share` the
+share of it that one stream's weights make up. `computes` has each side's instructions, and the
+buffers of llama.cpp's weights: those of Q4_0 are called AMX where AMX computes.
 
 `--starts` measures instead the seconds from `nibble serve` to ready: of each model with an empty
 cache, and the fastest of `--rounds` later starts; and of the NVFP4 demo. `…_cpu_s` are the
@@ -34,7 +37,9 @@ built without it first:
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON" \\
         VENV/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
-torch, oneDNN and vLLM get no AVX-512 either. These rows have `instructions: avx2`.
+torch, oneDNN and vLLM get neither AVX-512 nor AMX. These rows have `instructions: avx2`, or what
+`--instructions` says: where the processor has AVX-VNNI, so do both builds, unless nibble's has
+-DNIBBLE_WITHOUT_AVX_VNNI too and llama.cpp's lacks -DGGML_AVX_VNNI=ON.
 """
 
 from __future__ import annotations
@@ -64,6 +69,7 @@ from llama_answers import DECODED, START  # noqa: E402
 from machine import machine  # noqa: E402
 
 LLAMA = Path(__file__).with_name("llama_answers.py")
+BEGAN = time.monotonic()
 WHAT = ("decode 1", "decode 4", "prompt 256")
 START_LIMIT_S, IDLE_LIMIT_S = 300, 120
 # vLLM asks torch which of its libraries to load.
@@ -82,7 +88,8 @@ class WithoutAvx512(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            module._is_avx512_supported = module._is_avx512_bf16_supported = lambda: False
+            for kind in ("avx512", "avx512_bf16", "amx_tile", "amx_fp16"):
+                setattr(module, f"_is_{kind}_supported", lambda: False)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -100,13 +107,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cpu_llama")
     parser.add_argument("--llama-python", type=Path, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--most-busy", type=float, default=0.1)
     parser.add_argument("--starts", action="store_true")
     parser.add_argument("--beside", help="the command `nibble` of another installation")
     parser.add_argument("--reference", action="store_true", help="as nibble's default")
     parser.add_argument("--without-avx512", type=Path, help="nibble's kernels built without it")
+    parser.add_argument("--instructions", default="avx2", help="what that build has")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers too
     os.environ["NIBBLE_REFERENCE"] = "auto" if args.reference else "off"
     if args.without_avx512:
         leave_avx512_out(args.without_avx512)
@@ -122,24 +132,29 @@ def main() -> None:
             parser.error("--llama-python is missing")
         found["rounds"] = args.rounds
         for name in args.models:
-            level = {"instructions": "avx2"} if args.without_avx512 else {}
-            rows = [row | level for row in compare(name, args)]
-            found["rows"] = rows_without(found.get("rows", []), name, level) + rows
-            args.out.write_text(json.dumps(found, indent=2) + "\n")
+            level = {"instructions": args.instructions} if args.without_avx512 else {}
+            for rows in compare(name, args):
+                rows = [row | level for row in rows]
+                found["rows"] = rows_without(found.get("rows", []), rows[0]) + rows
+                args.out.write_text(json.dumps(found, indent=2) + "\n")
     args.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def rows_without(rows: list[dict[str, Any]], name: str, level: dict[str, str]) -> list[Any]:
-    """Those of other models and instructions."""
-    replaced = (name, level.get("instructions"))
-    return [row for row in rows if (row["model"], row.get("instructions")) != replaced]
+def rows_without(rows: list[dict[str, Any]], replaced: dict[str, Any]) -> list[Any]:
+    """Those of other models, instructions and numbers of cores."""
+
+    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row.get("instructions"), row["cores"]
+
+    return [row for row in rows if kind(row) != kind(replaced)]
 
 
 def leave_avx512_out(kernels: Path) -> None:
     """For this process and those that it starts; `kernels` is a folder of modules."""
     (kernels / "sitecustomize.py").write_text(WITHOUT_AVX512)
+    folders = [str(kernels.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {
-        "PYTHONPATH": str(kernels.resolve()),
+        "PYTHONPATH": os.pathsep.join(folders),
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
     }
@@ -191,17 +206,18 @@ def processor_seconds(pid: int) -> float:
     return total
 
 
-def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one shape."""
+def compare(name: str, args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one shape, after each round."""
     from nibble.machine.cpus import compute_cores
     from nibble.machine.read_bandwidth import read_bandwidth
 
     cores = compute_cores().threads
     files = write_models(name, args.folder / name)
+    computes = {"nibble": nibble_level()}
     with contextlib.ExitStack() as stack:
         servers: dict[str, Callable[[str], float]] = {
             form: stack.enter_context(
-                llama(args.llama_python, files[form], cores)
+                llama(args.llama_python, files[form], cores, computes)
                 if form.startswith("llama")
                 else nibble(files[form], args.folder)
             )
@@ -210,18 +226,30 @@ def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         best = {what: dict.fromkeys(FORMS, 0.0) for what in WHAT}
         read_bytes_s = busy = 0.0
         for number in range(args.rounds):
+            if number and time.monotonic() - BEGAN > args.seconds:
+                break
             busy = max(busy, wait_for_idle(args.most_busy))
             read_bytes_s = max(read_bytes_s, read_bandwidth(cores))
             for what in WHAT:
                 for form, ask in servers.items():
                     best[what][form] = max(best[what][form], ask(what))
             print(f"{name}, round {number + 1}, busy {busy:.2f}: {best}", flush=True)
+            rows = rows_of(name, best, read_bytes_s)
+            rows[0] |= {"computes": computes}
+            yield [
+                {"cores": cores, "rounds": number + 1} | row | {"busy": round(busy, 2)}
+                for row in rows
+            ]
+
+
+def rows_of(
+    name: str, best: dict[str, dict[str, float]], read_bytes_s: float
+) -> list[dict[str, Any]]:
     rows = []
     for what, rates in best.items():
-        row = {"model": name, "cores": cores, "what": what}
+        row: dict[str, Any] = {"model": name, "what": what}
         row |= {form: round(rate, 1) for form, rate in rates.items()}
         row["ratio"] = round(rates["nibble_w4a16"] / rates["llama_q4_0"], 2)
-        row["busy"] = round(busy, 2)
         if what == "decode 1":
             row["read_gb_s"] = round(read_bytes_s / 1e9, 1)
             row["read_share"] = {
@@ -230,6 +258,13 @@ def compare(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             }
         rows.append(row)
     return rows
+
+
+def nibble_level() -> str:
+    """The instructions of nibble's products, in a process that has this one's environment."""
+    code = "from nibble_kernels.nvfp4_linear import cpu_levels; print(cpu_levels()[0])"
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def wait_for_idle(most: float) -> float:
@@ -255,14 +290,17 @@ def busy_share() -> float:
 
 
 @contextlib.contextmanager
-def llama(python: Path, file: Path, threads: int) -> Iterator[Callable[[str], float]]:
+def llama(
+    python: Path, file: Path, threads: int, computes: dict[str, str]
+) -> Iterator[Callable[[str], float]]:
     words = [str(python), str(LLAMA), str(file), str(threads)]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdin and process.stdout
     requests, answers = process.stdin, process.stdout
-    if answers.readline() != "ready\n":
+    ready, _, computes[file.stem] = answers.readline().strip().partition(" ")
+    if ready != "ready":
         raise SystemExit(f"llama.cpp does not load {file}")
 
     def ask(what: str) -> float:

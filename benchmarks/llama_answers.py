@@ -2,11 +2,13 @@
 
     python benchmarks/llama_answers.py FILE.gguf THREADS
 
-Prints "ready", then answers each line of stdin ("decode 4", "prompt 256") with tokens per second.
+Prints "ready" and what computes: llama.cpp's instructions, and the buffers of its weights (AMX,
+CPU_REPACK, …). Then answers each line of stdin ("decode 4", "prompt 256") with tokens per second.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 
@@ -16,6 +18,13 @@ START, DECODED, CONTEXT = 16, 48, 512  # tokens before the decode steps, steps, 
 def main(file: str, threads: int) -> None:
     import llama_cpp as api
 
+    log: list[str] = []
+
+    @api.llama_log_callback
+    def keep(_level: int, text: bytes, _data: object) -> None:
+        log.append(text.decode(errors="replace"))
+
+    api.llama_log_set(keep, None)
     api.llama_backend_init()
     model = api.llama_model_load_from_file(file.encode(), api.llama_model_default_params())
     options = api.llama_context_default_params()
@@ -36,7 +45,9 @@ def main(file: str, threads: int) -> None:
             raise SystemExit("llama_decode failed")
         api.llama_get_logits(context)
 
-    print("ready", flush=True)
+    features = re.findall(r"(\w+) = 1", api.llama_print_system_info().decode())
+    buffers = re.findall(r"(\S+) model buffer size = +([\d.]+ MiB)", "".join(log))
+    print("ready", *features, *(f"{name}: {size}" for name, size in buffers), flush=True)
     for line in sys.stdin:
         what, count = line.split()
         api.llama_memory_clear(api.llama_get_memory(context), True)

@@ -1,6 +1,7 @@
 # Sourced by the lanes. `step NAME LIMIT_S COMMAND …` writes the output to /tmp/R/NAME.log and the exit code to /tmp/R/steps.
-# shellcheck shell=bash disable=SC1091,SC2034
-source /tmp/environ
+# ENVIRON is the runtime's file of variables.
+# shellcheck shell=bash disable=SC1090,SC2034
+source "${ENVIRON:-/tmp/environ}"
 cd /tmp/repo || exit
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 step() {

@@ -198,3 +198,21 @@ def test_what_does_not_fit_is_refused() -> None:
     cos_sin = torch.zeros(8, shape.head_size).bfloat16()
     with pytest.raises(RuntimeError, match="a norm must be bfloat16, 64 elements"):
         Decoder([wrong], layer.input_norm, cos_sin, shape)
+
+
+@needs_compiled
+@pytest.mark.parametrize("w4a4", [False, True])
+def test_prompts_on_more_threads_than_a_narrow_layer_has_panels(w4a4: bool) -> None:
+    shape = SHAPES["grouped"]
+    decoder, _ = made(shape, w4a4, True)
+    start = torch.randn(150, shape.hidden).bfloat16()
+    attended = torch.randn(150, shape.queries * shape.head_size).bfloat16()
+    positions, found = torch.arange(150), []
+    for count in (1, 16, 5):
+        torch.set_num_threads(count)
+        residual = start.clone()
+        qkv = decoder.before_attention(0, None, residual, positions)
+        found.append((qkv, decoder.after_attention(0, attended, residual), residual))
+    assert all(
+        torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True)
+    )

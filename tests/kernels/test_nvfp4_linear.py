@@ -343,9 +343,10 @@ def test_the_number_of_threads_changes_nothing(level: str) -> None:
     weight, scales = packed_weight(500, 1040)
     threads = torch.get_num_threads()
     try:
-        for rows in (1, 6, 40):
+        for rows in (1, 6, 40, 200):  # 200: rows are divided where threads are more than panels
             x, results = torch.randn(rows, 1040, dtype=torch.bfloat16), []
-            for count in (1, 2, 3, 4, 7, 4, 1):
+            x[0, 5] = torch.inf
+            for count in (1, 2, 3, 4, 7, 16, 4, 1):
                 torch.set_num_threads(count)
                 inverse = torch.tensor([30.0])
                 results += [

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.models import llama, mistral, qwen2, qwen3
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from nibble.engine.plugin.cpu import CpuNvFp4LinearKernel
@@ -43,7 +44,9 @@ LAYERS = (
 )
 # Those whose rotation is the cache's row of a position.
 ROTATIONS = frozenset("RotaryEmbedding Llama3RotaryEmbedding YaRNScalingRotaryEmbedding".split())
-CACHE_LAYOUT = "vec"  # of vLLM's CPU attention without AMX: keys by column
+# vLLM's CPU attention without AMX stores keys by column, and with it in another order.
+CACHE_LAYOUT, AMX_LAYOUT = "vec", "amx"
+_PLAIN = (None, "auto", "bfloat16")  # types of a cache
 
 
 class Unsuitable(Exception):
@@ -68,6 +71,7 @@ def follow_loading() -> None:
     required_of_instances(CPUAttentionMetadata, "max_query_len", "block_table", "seq_lens")
     required_of_instances(CPUAttentionBackendImpl, "alibi_slopes", "logits_soft_cap", "sinks")
     required_of_instances(CPUAttentionBackendImpl, "sliding_window", "scale", "kv_cache_dtype")
+    follow_the_layout()
 
     @functools.wraps(process)
     def process_and_replace(model: nn.Module, *rest: Any) -> None:
@@ -81,6 +85,29 @@ def follow_loading() -> None:
                     replace_layers(module)
 
     replace(base_loader, name, process_and_replace)
+
+
+def follow_the_layout() -> None:
+    """No layout for AMX once operators compute whole steps, because they do not read it. vLLM
+    chooses after loading (vllm 0.32 cpu_attn.py:157).
+
+    Raises VllmMismatch.
+    """
+    name = "_get_attn_isa"
+    layout_of = required(cpu_attn, name, "dtype", "block_size", "head_size", "kv_cache_dtype")
+
+    @functools.wraps(layout_of)
+    def layout_for_operators(
+        dtype: torch.dtype,
+        block_size: int,
+        head_size: int | None = None,
+        kv_cache_dtype: str | None = None,
+    ) -> str:
+        layout = layout_of(dtype, block_size, head_size, kv_cache_dtype)
+        operators_read_it = OperatorForward.has_whole_steps and kv_cache_dtype in _PLAIN
+        return CACHE_LAYOUT if layout == AMX_LAYOUT and operators_read_it else layout
+
+    replace(cpu_attn, name, layout_for_operators)
 
 
 def replace_layers(model: Any) -> None:
@@ -116,7 +143,12 @@ def _require(condition: bool, otherwise: str) -> None:
 
 
 class OperatorForward:
-    """The forward of a model through nibble::decoder_…."""
+    """The forward of a model through nibble::decoder_….
+
+    `has_whole_steps`: a model of this process has steps that are one operator.
+    """
+
+    has_whole_steps = False
 
     def __init__(self, model: Any, layers: Sequence[Any]) -> None:
         self._model, self._modules_forward = model, model.forward
@@ -149,8 +181,10 @@ class OperatorForward:
         windows = {attention.impl.sliding_window for attention in self._attention}
         self._window = max(0, windows.pop()) if len(windows) == 1 else None
         self._has_plain_cache = all(
-            attention.kv_cache_dtype in ("auto", "bfloat16") for attention in self._attention
+            attention.kv_cache_dtype in _PLAIN for attention in self._attention
         )
+        if self._window is not None and self._has_plain_cache:
+            OperatorForward.has_whole_steps = True
         self._hooks = [
             hooks
             for module in (*layers, *(part for layer in layers for part in layer.modules()))

@@ -1,8 +1,9 @@
-"""`python decoder_in_vllm.py FOLDER...`: each model's answers with nibble's decoder operators and
-with vLLM's modules, in one process.
+"""`python decoder_in_vllm.py [--amx] FOLDER...`: each model's answers with nibble's decoder
+operators and with vLLM's modules, in one process.
 
 A line with RESULT and JSON for each: how many steps the operators computed whole, and the largest
 difference of a log-probability as long as the answers agree, with the number of tokens that do.
+With --amx vLLM wants its cache as processors with AMX have it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,22 @@ def compared(folder: str) -> dict[str, Any]:
     return {"whole_steps": len(steps), "largest": largest, "same_tokens": same}
 
 
+def want_amx() -> None:
+    """Before nibble's plugin is loaded. Processors without AMX cannot read such a cache."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    def _get_attn_isa(
+        dtype: Any, block_size: Any, head_size: Any = None, kv_cache_dtype: Any = None
+    ):
+        return "amx"
+
+    cpu_attn._get_attn_isa = _get_attn_isa
+
+
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
+    folders = sys.argv[1:]
+    if folders[0] == "--amx":
+        del folders[0]
+        want_amx()
+    for folder in folders:
         print("\nRESULT " + json.dumps(compared(folder)), flush=True)

@@ -135,18 +135,21 @@ struct Rows {
   const int64_t* positions;
 };
 
+using Range = Activations<BFloat16>::Range;
+
 void multiply(const Product& product, const BFloat16* from, int64_t rows, BFloat16* to) {
   const Nvfp4Weight& weight = product.weight;
   const Epilogue epilogue = epilogue_of(product);
   for_row_groups(rows, [&](int64_t row, int64_t count) {
     const auto activations = activations_of(from + row * weight.columns, count, weight.columns, product.input_scale_inv);
-    for_pieces(weight.tiles(), weight.blocks(), activations.few(), [&](int64_t first, int64_t tiles) {
+    for_pieces(weight.tiles(), weight.blocks(), activations, [&](int64_t first, int64_t tiles, Range some) {
       struct Sums;
       const int64_t begin = first * kLaneRows, stride = tiles * kLaneRows;
-      float* sums = sums_of<Sums>(activations, weight, first, tiles);
+      float* sums = sums_of<Sums>(activations, weight, first, tiles, some);
       const int64_t wanted = std::min(stride, weight.rows - begin);
-      for (int64_t i = 0; i < count; ++i)
-        finish_and_store(sums + i * stride, wanted, epilogue.from(begin), to + (row + i) * weight.rows + begin);
+      BFloat16* result = to + (row + some.first) * weight.rows + begin;
+      for (int64_t i = 0; i < some.count; ++i)
+        finish_and_store(sums + i * stride, wanted, epilogue.from(begin), result + i * weight.rows);
     });
   });
 }
@@ -158,15 +161,16 @@ void multiply_gated(const Product& product, const BFloat16* from, int64_t rows, 
   const int64_t half = weight.rows / 2, half_tiles = half / kLaneRows;
   for_row_groups(rows, [&](int64_t row, int64_t count) {
     const auto activations = activations_of(from + row * weight.columns, count, weight.columns, product.input_scale_inv);
-    for_pieces(half_tiles, 2 * weight.blocks(), activations.few(), [&](int64_t first, int64_t tiles) {
+    for_pieces(half_tiles, 2 * weight.blocks(), activations, [&](int64_t first, int64_t tiles, Range some) {
       struct Gate;
       struct Up;
       const int64_t begin = first * kLaneRows, stride = tiles * kLaneRows;
-      float* gate = sums_of<Gate>(activations, weight, first, tiles);
-      float* up = sums_of<Up>(activations, weight, half_tiles + first, tiles);
-      for (int64_t i = 0; i < count; ++i)
+      float* gate = sums_of<Gate>(activations, weight, first, tiles, some);
+      float* up = sums_of<Up>(activations, weight, half_tiles + first, tiles, some);
+      BFloat16* result = to + (row + some.first) * half + begin;
+      for (int64_t i = 0; i < some.count; ++i)
         finish_silu_mul(gate + i * stride, up + i * stride, stride, epilogue.from(begin), epilogue.from(half + begin),
-                        to + (row + i) * half + begin);
+                        result + i * half);
     });
   });
 }

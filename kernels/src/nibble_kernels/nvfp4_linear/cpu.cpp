@@ -15,14 +15,15 @@ template <class T>
 void multiply_rows(const T* from, int64_t rows, const Nvfp4Weight& weight, const float* input_scale_inv,
                    const Epilogue& epilogue, T* to) {
   const auto activations = activations_of(from, rows, weight.columns, input_scale_inv);
-  for_pieces(weight.tiles(), weight.blocks(), activations.few(), [&](int64_t first, int64_t count) {
+  using Range = typename Activations<T>::Range;
+  for_pieces(weight.tiles(), weight.blocks(), activations, [&](int64_t first, int64_t count, Range some) {
     struct Sums;
     const int64_t begin = first * kLaneRows, stride = count * kLaneRows;
-    float* sums = sums_of<Sums>(activations, weight, first, count);
+    float* sums = sums_of<Sums>(activations, weight, first, count, some);
     const int64_t wanted = std::min(stride, weight.rows - begin);
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = 0; row < some.count; ++row) {
       finish_row(sums + row * stride, wanted, epilogue.from(begin));
-      store(sums + row * stride, wanted, to + row * weight.rows + begin);
+      store(sums + row * stride, wanted, to + (some.first + row) * weight.rows + begin);
     }
   });
 }

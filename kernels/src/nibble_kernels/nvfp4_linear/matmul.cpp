@@ -28,7 +28,9 @@ const std::vector<const MatmulLevel*>& matmul_levels() {
     const bool avx512 = NIBBLE_HAS_AVX512 && avx2 && __builtin_cpu_supports("avx512f");
     const bool vnni = avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
-#ifdef NIBBLE_AVX_VNNI_BY_AVX512
+#if defined(NIBBLE_WITHOUT_AVX_VNNI)
+    const bool avx_vnni = false;
+#elif defined(NIBBLE_AVX_VNNI_BY_AVX512)
     const bool avx_vnni = avx2 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 #else
     const bool avx_vnni = avx2 && __builtin_cpu_supports("avxvnni");

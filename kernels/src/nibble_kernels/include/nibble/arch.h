@@ -12,7 +12,7 @@
 
 // CPU loops that gcc compiles once per level and chooses from when the library is loaded (from gcc 12). The
 // arithmetic is the same in each: nothing is contracted (setup.py), and std::fma rounds once with or without
-// the instruction. NIBBLE_WITHOUT_AVX512 leaves that level out, for measurements.
+// the instruction. NIBBLE_WITHOUT_AVX512 and NIBBLE_WITHOUT_AVX_VNNI leave levels out, for measurements.
 #if defined(__x86_64__) && !defined(__clang__) && !defined(__CUDACC__) && __GNUC__ >= 12
 #define NIBBLE_HAS_X86_LEVELS 1
 #ifdef NIBBLE_WITHOUT_AVX512

@@ -29,18 +29,29 @@ NIBBLE_FUNCTION void finish(float* sums, int64_t count, const Epilogue& epilogue
 // sequence.
 constexpr int64_t kPieceBytes = 64 << 10;
 
-// Calls f(first, count) for tiles of a weight, shared out among torch's threads: pieces of about kPieceBytes,
-// or whole panels where there are many rows.
-template <class F>
-void for_pieces(int64_t tiles, int64_t blocks, bool few, const F& f) {
-  int64_t unit = kPanelTiles;
-  if (few) {
+// Fewer rows would not be worth the decoding of a panel.
+constexpr int64_t kPanelRows = 64;
+
+// Calls f(first, count, rows) for tiles of a weight and rows of activations, shared out among threads: all rows and
+// pieces of about kPieceBytes, or panels where there are many rows. A narrow weight has fewer panels than there are
+// threads, so rows are divided too.
+template <class T, class F>
+void for_pieces(int64_t tiles, int64_t blocks, const Activations<T>& activations, const F& f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const auto all = activations.all();
+  if (activations.few()) {
     const int64_t of_size = kPieceBytes / (blocks * (kBlockCodeBytes + kLaneRows));
-    const int64_t of_share = tiles / (8 * static_cast<int64_t>(torch::stable::get_num_threads()));
-    unit = std::max<int64_t>(1, std::min(of_size, of_share));
+    const int64_t unit = std::max<int64_t>(1, std::min(of_size, tiles / (8 * threads)));
+    return share_out((tiles + unit - 1) / unit,
+                     [&](int64_t piece) { f(piece * unit, std::min(unit, tiles - piece * unit), all); });
   }
-  share_out((tiles + unit - 1) / unit,
-            [&](int64_t piece) { f(piece * unit, std::min(unit, tiles - piece * unit)); });
+  const int64_t panels = (tiles + kPanelTiles - 1) / kPanelTiles;
+  const int64_t wanted = std::clamp<int64_t>(2 * threads / panels, 1, std::max<int64_t>(1, all.count / kPanelRows));
+  const int64_t rows = (all.count + wanted - 1) / wanted, groups = (all.count + rows - 1) / rows;
+  share_out(panels * groups, [&](int64_t piece) {
+    const int64_t tile = piece / groups * kPanelTiles, row = piece % groups * rows;
+    f(tile, std::min(kPanelTiles, tiles - tile), {row, std::min(rows, all.count - row)});
+  });
 }
 
 // Calls f(row) for every row, in pieces of about 16 K elements.
@@ -78,12 +89,13 @@ void for_row_groups(int64_t rows, const F& f) {
   }
 }
 
-// Sums of one piece of a weight for all rows, in memory of the thread: f(sums, stride, column, count).
+// Sums of one piece of a weight for some rows, in memory of the thread.
 template <class Tag, class T>
-float* sums_of(const Activations<T>& activations, const Nvfp4Weight& weight, int64_t first, int64_t count) {
+float* sums_of(const Activations<T>& activations, const Nvfp4Weight& weight, int64_t first, int64_t count,
+               typename Activations<T>::Range rows) {
   const int64_t stride = count * kLaneRows;
-  float* sums = static_cast<float*>(scratch<Tag>(activations.sum_rows() * stride * sizeof(float)));
-  activations.multiply(PackedTiles(weight, first, count), sums, stride);
+  float* sums = static_cast<float*>(scratch<Tag>(activations.sum_rows(rows.count) * stride * sizeof(float)));
+  activations.multiply(PackedTiles(weight, first, count), rows, sums, stride);
   return sums;
 }
 

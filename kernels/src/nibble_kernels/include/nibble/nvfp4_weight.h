@@ -92,7 +92,8 @@ class Activations {
 
   bool few() const { return rows_ <= kFewRows; }
   // Rows of the sums that `multiply` needs memory for.
-  int64_t sum_rows() const { return rows_ * parts_; }
+  int64_t sum_rows(int64_t rows) const { return rows * parts_; }
+  int64_t sum_rows() const { return sum_rows(rows_); }
 
   // Uses x itself, if it can: set_row is not needed then.
   bool borrow(const T* x) {
@@ -136,20 +137,27 @@ class Activations {
     }
   }
 
-  // sums[row * stride + n] = Σ_k x[row][k] · weight[n][k] for the rows of the tiles. In float32, each sum in an
+  // Some rows of x, more than kFewRows of them or all.
+  struct Range {
+    int64_t first, count;
+  };
+  Range all() const { return {0, rows_}; }
+
+  // sums[row * stride + n] = Σ_k x[first + row][k] · weight[n][k] for the rows of the tiles. In float32, each sum in an
   // order that depends on the level and on whether there are more than kFewRows rows, and on nothing else;
   // for words only on the level, and for quantized activations on nothing at all.
-  void multiply(const PackedTiles& tiles, float* sums, int64_t stride) const {
+  void multiply(const PackedTiles& tiles, Range rows, float* sums, int64_t stride) const {
     if (few()) {
       for (int64_t tile = 0; tile < tiles.count(); ++tile)
         multiply_few(tiles.tiles().from(tile), sums + tile * kLaneRows, stride);
     } else {
-      multiply_many(tiles.tiles(), tiles.count(), sums, stride);
+      multiply_many(tiles.tiles(), tiles.count(), rows, sums, stride);
     }
-    add_parts(sums, tiles.count() * kLaneRows, stride);
-    multiply_not_finite(tiles, sums, stride);
-    tiles.mark(sums, rows_, stride);
+    add_parts(sums, rows.count, tiles.count() * kLaneRows, stride);
+    multiply_not_finite(tiles, rows, sums, stride);
+    tiles.mark(sums, rows.count, stride);
   }
+  void multiply(const PackedTiles& tiles, float* sums, int64_t stride) const { multiply(tiles, all(), sums, stride); }
 
  private:
   bool is_bfloat16() const { return level_.floats->operand == Operand::kBfloat16; }
@@ -196,30 +204,32 @@ class Activations {
     }
   }
 
-  void multiply_many(const Tiles& tiles, int64_t count, float* sums, int64_t stride) const {
+  void multiply_many(const Tiles& tiles, int64_t count, Range rows, float* sums, int64_t stride) const {
     struct Panel;
     if (quantized_) {
-      level_.bytes->many(tiles, count, quantized_rows(0), rows_, scratch<Panel>(level_.bytes->panel_bytes), sums,
-                         stride);
+      level_.bytes->many(tiles, count, quantized_rows(rows.first), rows.count, scratch<Panel>(level_.bytes->panel_bytes),
+                         sums, stride);
     } else if (has_words()) {
-      level_.words->many(tiles, count, words_.from(0), rows_, scratch<Panel>(level_.words->panel_bytes), sums, stride);
+      level_.words->many(tiles, count, words_.from(rows.first), rows.count, scratch<Panel>(level_.words->panel_bytes),
+                         sums, stride);
     } else {
-      level_.floats->many(tiles, count, values_, sum_rows(), scratch<Panel>(level_.floats->panel_bytes), sums,
-                          stride);
+      level_.floats->many(tiles, count, row_of(rows.first * parts_), sum_rows(rows.count),
+                          scratch<Panel>(level_.floats->panel_bytes), sums, stride);
     }
   }
 
-  void multiply_not_finite(const PackedTiles& tiles, float* sums, int64_t stride) const {
-    for (size_t row = 0; row < not_finite_.size(); ++row) {
-      if (not_finite_[row].empty()) continue;
+  void multiply_not_finite(const PackedTiles& tiles, Range rows, float* sums, int64_t stride) const {
+    if (not_finite_.empty()) return;
+    for (int64_t row = 0; row < rows.count; ++row) {
+      const auto& x = not_finite_[rows.first + row];
+      if (x.empty()) continue;
       for (int64_t tile = 0; tile < tiles.count(); ++tile)
-        level_.floats->few(tiles.tiles().from(tile), not_finite_[row].data(), 1, sums + row * stride + tile * kLaneRows,
-                           stride);
+        level_.floats->few(tiles.tiles().from(tile), x.data(), 1, sums + row * stride + tile * kLaneRows, stride);
     }
   }
 
-  void add_parts(float* sums, int64_t columns, int64_t stride) const {
-    for (int64_t row = 0; parts_ > 1 && row < rows_; ++row) {
+  void add_parts(float* sums, int64_t rows, int64_t columns, int64_t stride) const {
+    for (int64_t row = 0; parts_ > 1 && row < rows; ++row) {
       const float* from = sums + row * parts_ * stride;
       for (int64_t i = 0; i < columns; ++i) {
         float sum = from[(parts_ - 1) * stride + i];
