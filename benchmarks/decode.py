@@ -82,6 +82,7 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nibble": ({}, {"linear_kernel": "nibble"}),
     "experts": ({}, {"moe_kernel": "nibble"}),
     "NVFP4 head": ({}, {"quantize_lm_head": "nvfp4"}),
+    "front": ({}, {"attention_front": "on"}),
     "8 splits": ({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 8}}, {}),
     "FlashAttention 2": ({"attention_config": {"flash_attn_version": 2}}, {}),
     "Triton attention": ({"attention_config": {"backend": "TRITON_ATTN"}}, {}),

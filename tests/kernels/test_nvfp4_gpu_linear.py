@@ -237,6 +237,31 @@ def test_a_batch_invariant_prompt_is_multiplied_as_its_last_token_is(device: str
     assert not torch.equal(found[1].cpu(), decoded)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 100, 700, 1030])
+@pytest.mark.parametrize("with_factors", [False, True])
+def test_a_residual_is_added_for_any_number_of_rows(
+    device: str, rows: int, with_factors: bool
+) -> None:
+    """Within the rounding of the product and that of the sum."""
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+
+    codes, scales = packed_weight(272, 512)
+    x, residual = activations(rows, 512, torch.bfloat16), torch.randn(rows, 272).bfloat16()
+    factors = torch.rand(272) + 0.5 if with_factors else torch.ones(272)
+    kept = residual.to(device)
+    y = nvfp4_weight_linear(
+        x.to(device),
+        prepared(device, codes, scales),
+        1e-3,
+        column_scale=factors.to(device) if with_factors else None,
+        residual=kept,
+    )
+    product = 1e-3 * x.double() @ values_of(codes, scales).T * factors.double()
+    bound = (product.abs() + residual.double().abs()) * 2.0**-8 + 1e-6
+    assert ((y.cpu().double() - product - residual.double()).abs() <= bound).all()
+    assert torch.equal(kept.cpu(), residual)
+
+
 @pytest.mark.gpu
 def test_a_rows_result_does_not_depend_on_its_batch(kernels: object) -> None:
     """Within 4, 8, 16 and 32 rows; with batch_invariant, for any number."""
@@ -292,6 +317,6 @@ def test_operators_are_registered_soundly(device: str) -> None:
         ops.nvfp4_decode_linear.default, (x, *weight, 1.0, None, None, None, True, False, [])
     )
     torch.library.opcheck(
-        ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, True, False)
+        ops.nvfp4_weight_linear.default, (x, *weight, 1.0, None, None, None, True, False)
     )
     torch.library.opcheck(ops.nvfp4_dequantize_weight.default, (*weight, 96, x))

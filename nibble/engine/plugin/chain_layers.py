@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from nibble_kernels.rms_norm import MAX_COLUMNS, rms_norm
+from nibble_kernels.rms_norm import MAX_COLUMNS, add_rms_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import Parameter
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader import base_loader
-from vllm.model_executor.models import llama, mistral, qwen2, qwen3
+from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe
 
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
 from nibble.engine.plugin.fuse_silu import PLAIN_MLPS, nibble_kernel_of
@@ -70,8 +70,14 @@ def follow_loading() -> None:
 
 
 def chain_layers(model: nn.Module) -> None:
-    """Chain the layers of each known model whose products are all nibble's, on one GPU."""
+    """Chain the layers of each known model whose products are all nibble's, on one GPU. Of layers
+    with experts, replace the norm before attention alone: experts add no residual.
+    """
     for part in list(model.modules()):
+        if type(part) is qwen3_moe.Qwen3MoeDecoderLayer:
+            layer: Any = part
+            if nibble_kernel_of(layer.self_attn.qkv_proj) and _is_plain(layer.input_layernorm):
+                layer.input_layernorm = Norm(layer.input_layernorm)
         if type(part) not in MODELS:
             continue
         if _is_plain(part.norm) and all(map(_is_known, part.layers)):
@@ -130,24 +136,26 @@ class ChainedLayer(nn.Module):
 
 
 class Norm(nn.Module):
-    """vLLM's RMSNorm without a residual, through nibble::rms_norm."""
+    """vLLM's RMSNorm through nibble::rms_norm. With a residual: (output, sum)."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = Parameter(norm.weight.data, requires_grad=False)
         self.variance_epsilon: float = norm.variance_epsilon
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x [tokens, hidden size]."""
-        return rms_norm(x, self.weight, self.variance_epsilon)
+        if residual is None:
+            return rms_norm(x, self.weight, self.variance_epsilon)
+        return add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
 
 class LastNorm(Norm):
-    """The norm after the last layer. Returns (output, sum), as vLLM's does with a residual."""
+    """The norm after chained layers, which leave no residual. Always (output, sum)."""
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
-        return super().forward(total), total
+        return rms_norm(total, self.weight, self.variance_epsilon), total
 
 
 class Deferred(nn.Module):

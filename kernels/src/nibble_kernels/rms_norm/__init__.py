@@ -1,4 +1,6 @@
-"""nibble::rms_norm: RMSNorm whose successor may begin while it runs, on NVIDIA GPUs."""
+"""nibble::rms_norm and add_rms_norm: RMSNorm whose successor may begin while it runs, on NVIDIA
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,31 @@ from torch import Tensor
 
 from nibble_kernels.library import operator
 
-__all__ = ["MAX_COLUMNS", "rms_norm"]
+__all__ = ["MAX_COLUMNS", "add_rms_norm", "rms_norm"]
 
 MAX_COLUMNS = 32768  # on a GPU: kernel.cu
 
 
-def _reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The specification: vLLM's definition (vllm 0.32 ir/ops/layernorm.py:10)."""
-    values = x.float()
-    values = values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return values.to(x.dtype) * weight
+def _normal(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """vLLM's definition (vllm 0.32 ir/ops/layernorm.py:10)."""
+    normal = values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return normal.to(weight.dtype) * weight
 
 
-_operator = operator(
+def _added(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = x.float() + residual.float()
+    return _normal(total, weight, epsilon), total.to(x.dtype)
+
+
+_norm = operator(
     "rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor",
-    _reference,
+    lambda x, weight, epsilon: _normal(x.float(), weight, epsilon),
     lambda x, weight, epsilon: x.new_empty(x.shape),
+)
+_add_norm = operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+    _added,
+    lambda x, residual, weight, epsilon: (x.new_empty(x.shape), x.new_empty(x.shape)),
 )
 
 
@@ -30,4 +41,13 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     rounded to x's dtype, then times weight [K] of the same dtype. K must be a multiple of 8,
     at most MAX_COLUMNS.
     """
-    return _operator(x, weight, epsilon)
+    return _norm(x, weight, epsilon)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """rms_norm of x + residual, both [..., K], and the sum. The norm is that of the sum before it is
+    rounded to x's dtype.
+    """
+    return _add_norm(x, residual, weight, epsilon)
