@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm of x + residual, both [..., K], and the sum. The norm is that of the sum before it is
-    rounded to x's dtype.
+    """rms_norm of x + residual, both [..., K], and the sum. The norm is that of the sum before it
+    is rounded to x's dtype.
     """
     return _add_norm(x, residual, weight, epsilon)

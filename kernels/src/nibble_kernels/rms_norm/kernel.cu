@@ -5,8 +5,8 @@
 namespace nibble {
 namespace {
 
-constexpr uint32_t kMaxThreads = 512, kVectors = 8;  // of 16 bytes, of a thread
-constexpr uint32_t kMaxColumns = kMaxThreads * kVectors * 8;
+constexpr uint32_t kMaxThreads = 512, kMostVectors = 8;  // of 16 bytes, of a thread
+constexpr uint32_t kMaxColumns = kMaxThreads * kMostVectors * 8;
 
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -31,18 +31,15 @@ __device__ __forceinline__ float sum_of_block(float own) {
   return sum;
 }
 
-// With a residual, of x plus the residual, and `total` gets the sum.
-template <class T>
+// With a residual, of x plus the residual, and `total` gets the sum. With few vectors a thread, a block has room
+// beside one of the product before.
+template <class T, uint32_t kVectors>
 __global__ void __launch_bounds__(kMaxThreads)
     normalize(const uint4* x, const uint4* residual, const uint4* weight, float epsilon, uint4* out, uint4* total,
               uint32_t vectors) {
   const size_t begin = size_t{blockIdx.x} * vectors;
-  Vector<T> scales[kVectors];
-#pragma unroll
-  for (uint32_t i = 0; i < kVectors; ++i) {
-    const uint32_t vector = i * blockDim.x + threadIdx.x;
-    if (vector < vectors) scales[i].words = __ldg(weight + vector);
-  }
+  Vector<T> first_scale;
+  if (threadIdx.x < vectors) first_scale.words = __ldg(weight + threadIdx.x);
   wait_for_kernel_before();
   float own[kVectors][8], squares = 0.0f;
 #pragma unroll
@@ -66,12 +63,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (uint32_t i = 0; i < kVectors; ++i) {
     const uint32_t vector = i * blockDim.x + threadIdx.x;
     if (vector >= vectors) break;
-    Vector<T> results;
+    Vector<T> results, scale = first_scale;
+    if (i != 0) scale.words = __ldg(weight + vector);
 #pragma unroll
     for (uint32_t k = 0; k < 8; ++k) {
       T normal;
       assign(normal, own[i][k] * factor);
-      assign(results.elements[k], to_float(normal) * to_float(scales[i].elements[k]));
+      assign(results.elements[k], to_float(normal) * to_float(scale.elements[k]));
     }
     out[begin + vector] = results.words;
   }
@@ -93,10 +91,15 @@ void launch_norm(const Tensor& x, const void* residual, const Tensor& weight, do
   while (threads < vectors && threads < kMaxThreads) threads *= 2;
   for_cuda_type(x.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
-    check(launch_early(blocks_of(rows).x, threads, 0, current_stream(x), normalize<T>,
-                       static_cast<const uint4*>(x.const_data_ptr()), static_cast<const uint4*>(residual),
-                       static_cast<const uint4*>(weight.const_data_ptr()), static_cast<float>(epsilon),
-                       static_cast<uint4*>(out.mutable_data_ptr()), static_cast<uint4*>(total), vectors));
+    const auto launch = [&](auto kernel) {
+      check(launch_early(blocks_of(rows).x, threads, 0, current_stream(x), kernel,
+                         static_cast<const uint4*>(x.const_data_ptr()), static_cast<const uint4*>(residual),
+                         static_cast<const uint4*>(weight.const_data_ptr()), static_cast<float>(epsilon),
+                         static_cast<uint4*>(out.mutable_data_ptr()), static_cast<uint4*>(total), vectors));
+    };
+    if (vectors <= threads) return launch(normalize<T, 1>);
+    if (vectors <= 2 * threads) return launch(normalize<T, 2>);
+    launch(normalize<T, kMostVectors>);
   });
 }
 
