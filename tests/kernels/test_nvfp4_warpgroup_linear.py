@@ -229,5 +229,5 @@ def test_the_linear_operator_chooses_by_the_number_of_rows(cuda: str) -> None:
 def test_the_operator_is_registered_soundly(device: str) -> None:
     """torch's own check: schema, fake implementation, autograd registration, dynamic shapes."""
     x = activations(20, 96, torch.bfloat16).to(device)
-    arguments = (x, *prepared(device, *packed_weight(48, 96)), 1.0, None, None, True, [])
+    arguments = (x, *prepared(device, *packed_weight(48, 96)), 1.0, None, None, None, True, [])
     torch.library.opcheck(torch.ops.nibble.nvfp4_warpgroup_linear.default, arguments)
