@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,3 +217,22 @@ def test_prompts_on_more_threads_than_a_narrow_layer_has_panels(w4a4: bool) -> N
     assert all(
         torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True)
     )
+
+
+@needs_compiled
+def test_work_of_few_pieces_leaves_no_threads_behind() -> None:
+    """Operators of a layer have different numbers of pieces, some fewer than threads."""
+    shape = SHAPES["grouped"]
+    decoder, _ = made(shape, False, True)
+    attended = torch.randn(3, shape.queries * shape.head_size).bfloat16()
+    positions = torch.arange(3)
+    torch.set_num_threads(24)
+
+    def layer() -> int:
+        residual = torch.zeros(3, shape.hidden).bfloat16()
+        decoder.before_attention(0, None, residual, positions)
+        decoder.after_attention(0, attended, residual)
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    first = layer()
+    assert max(layer() for _ in range(20)) == first

@@ -65,7 +65,7 @@ def run(installed: Path, here: Path, jobs: dict[str, Any]) -> dict[str, dict[str
     environ = clean_environ(
         here,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        PYTHONPATH=python_path(installed, here),
+        PYTHONPATH=python_path(here, installed),
         PAGED="1",
     )
     done = subprocess.run(

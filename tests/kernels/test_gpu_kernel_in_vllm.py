@@ -41,7 +41,8 @@ def anywhere(installed: Path, here: Path) -> dict[str, str]:
     """An environment in which vLLM finds the plugin gpu_kernel_anywhere."""
     install(here, gpu_kernel_anywhere)
     files = {"FUSED": str(here / "fused"), "ROUTED": str(here / "routed")}
-    return {"PYTHONPATH": python_path(installed, here)} | files
+    # First, because nibble's own plugin, where `installed` is the environment, has to come later.
+    return {"PYTHONPATH": python_path(here, installed)} | files
 
 
 OPTIONS = {"max_model_len": 256}

@@ -59,8 +59,9 @@ OTHER_CHOICES = {
 # the block and to the next layer unchanged.
 BLOCKS = frozenset("Qwen3MoeSparseMoeBlock Qwen3NextSparseMoeBlock".split())
 LAYERS = frozenset("Qwen3MoeDecoderLayer Qwen3NextDecoderLayer Qwen3_5DecoderLayer".split())
-# Above this number of tokens a gate without a norm has vLLM's kernels.
-MAX_TOKENS = 512
+# Above this number of tokens a gate without a norm has vLLM's kernels, which are faster there
+# (benchmarks/results/route_experts_h200.json).
+MAX_TOKENS = 64
 
 
 class Unsuitable(Exception):

@@ -37,12 +37,14 @@ bool watch(std::chrono::nanoseconds time, const F& done) {
 class Pool {
  public:
   explicit Pool(int64_t helpers) : helpers_(helpers) {
-    for (int64_t i = 0; i < helpers; ++i) std::thread([this] { help(); }).detach();
+    for (int64_t i = 0; i < helpers; ++i) std::thread([this, i] { help(i); }).detach();
   }
 
   int64_t helpers() const { return helpers_; }
 
-  void run(const std::function<void()>& work) {
+  // With the first `wanted` helpers.
+  void run(int64_t wanted, const std::function<void()>& work) {
+    wanted_.store(wanted);
     work_.store(&work);
     round_.fetch_add(1);
     if (sleeping_.load() > 0) round_.notify_all();
@@ -53,7 +55,7 @@ class Pool {
   }
 
  private:
-  void help() {
+  void help(int64_t number) {
     uint32_t seen = 0;
     while (true) {
       const auto has_new = [&] { return round_.load(std::memory_order_acquire) != seen; };
@@ -65,13 +67,15 @@ class Pool {
       seen = round_.load(std::memory_order_acquire);
       // `run` takes the work back before it reads helping_, so it waits for whoever still finds the work.
       helping_.fetch_add(1);
-      if (const auto* work = work_.load()) (*work)();
+      const auto* work = work_.load();
+      if (work && number < wanted_.load()) (*work)();
       helping_.fetch_sub(1);
     }
   }
 
   const int64_t helpers_;
   alignas(64) std::atomic<const std::function<void()>*> work_{nullptr};
+  std::atomic<int64_t> wanted_{0};  // of the work that is there
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int64_t> helping_{0};
   std::atomic<int64_t> sleeping_{0};
@@ -89,12 +93,13 @@ void Threads::run(int64_t count, const std::function<void()>& work) {
   // Work of another thread at the same time is done there alone.
   const std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock.owns_lock()) return work();
-  // A process that was forked has none of the threads.
-  if (!pool || owner != getpid() || pool.load()->helpers() != count - 1) {
-    pool = new Pool(count - 1);
+  // A process that was forked has none of the threads. Work of few pieces wants fewer than there are: another
+  // pool for it would leave this one's threads behind.
+  if (!pool || owner != getpid() || pool.load()->helpers() < count - 1) {
+    pool = new Pool(std::max<int64_t>(count, torch::stable::get_num_threads()) - 1);
     owner = getpid();
   }
-  pool.load()->run(work);
+  pool.load()->run(count - 1, work);
 }
 
 }  // namespace nibble::cpu
