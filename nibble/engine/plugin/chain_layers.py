@@ -80,10 +80,11 @@ def chain_layers(model: nn.Module) -> None:
                 layer.input_layernorm = Norm(layer.input_layernorm)
         if type(part) not in MODELS:
             continue
-        if _is_plain(part.norm) and all(map(_is_known, part.layers)):
-            for place, layer in enumerate(part.layers):
-                part.layers[place] = ChainedLayer(layer)
-            part.norm = LastNorm(part.norm)
+        known: Any = part
+        if _is_plain(known.norm) and all(map(_is_known, known.layers)):
+            for place, one in enumerate(known.layers):
+                known.layers[place] = ChainedLayer(one)
+            known.norm = LastNorm(known.norm)
         else:
             logger.info_once("norms and residual sums are computed by vLLM's layers")
 

@@ -23,7 +23,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> Case:
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
         }
