@@ -305,7 +305,7 @@ def _check_layer(module: Any) -> None:
     _require(type(layer) is Attention, f"its layer is {type(layer).__name__}")
     _require(layer.attn_type == AttentionType.DECODER, f"it is {layer.attn_type} attention")
     _require(type(impl) in (FlashAttentionImpl, CutePagedImpl), f"it has {type(impl).__name__}")
-    _require(not layer.use_direct_call, "its attention is no operator")
+    _require(not layer.use_direct_call, "its attention is not an operator")
     _require(
         not layer.attn_backend.forward_includes_kv_cache_update, "attention writes the cache itself"
     )
