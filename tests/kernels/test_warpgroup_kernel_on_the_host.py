@@ -83,12 +83,13 @@ def multiply(library: ctypes.CDLL, kernels: object) -> Multiply:
         late: bool = True,
         column_scale: Tensor | None = None,
         bias: Tensor | None = None,
+        residual: Tensor | None = None,
         silu_mul: bool = False,
     ) -> Tensor:
         form, sharing, _, rows, columns, clusters, ranks = case
         prepared = prepare_weight(*weight, native=x.dtype == torch.float16)
         out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
-        tensors = (x, prepared.codes, prepared.scales, column_scale, bias, out)
+        tensors = (x, prepared.codes, prepared.scales, column_scale, bias, residual, out)
         arguments: list[Any] = [
             ctypes.c_void_p(one.data_ptr() if one is not None else None) for one in tensors
         ]
@@ -140,6 +141,15 @@ def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply, case: tuple
     gate, up = (GLOBAL_SCALE * x.double() @ values_of(*weight).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[10]], ids=str)
+def test_a_residual_is_added_to_the_rounded_sum(multiply: Multiply, case: tuple[int, ...]) -> None:
+    _, _, tokens, rows, columns, _, _ = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    residual = torch.randn(tokens, rows).bfloat16()
+    expected = multiply(case, x, weight) + residual
+    assert_same_bits((multiply(case, x, weight, residual=residual),), (expected,))
 
 
 @pytest.mark.parametrize("case", [CASES[6], CASES[10]], ids=str)

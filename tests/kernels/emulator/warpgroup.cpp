@@ -70,13 +70,13 @@ void with_forms(uint32_t number, F&& f) {
 
 extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t form, uint32_t sharing,
                                                const void* x, const void* codes, const void* scales,
-                                               const void* column_scale, const void* bias, void* out,
-                                               float global_scale, uint32_t tokens, uint32_t outputs,
-                                               uint32_t columns, uint32_t clusters, uint32_t ranks,
-                                               bool silu_mul) {
+                                               const void* column_scale, const void* bias,
+                                               const void* residual, void* out, float global_scale,
+                                               uint32_t tokens, uint32_t outputs, uint32_t columns,
+                                               uint32_t clusters, uint32_t ranks, bool silu_mul) {
   emulated_is_late = late;
   Problem p{};
-  p.output = {static_cast<const float*>(column_scale), bias, out, global_scale, outputs, silu_mul};
+  p.output = {static_cast<const float*>(column_scale), bias, residual, out, global_scale, outputs, silu_mul};
   p.tokens = tokens;
   p.columns = columns;
   p.chunks = (columns + kChunk - 1) / kChunk;

@@ -78,7 +78,6 @@ inline float2 __half22float2(__half2 x) { return {__half2float(x.low), __half2fl
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline uint32_t __popc(uint32_t bits) { return static_cast<uint32_t>(std::popcount(bits)); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
