@@ -133,7 +133,7 @@ void run_w4a4(const Case& from, void* out) {
   p.x_scales = at<uint8_t>(from, 1);
   p.codes = at<uint8_t>(from, 2);
   p.scales = at<uint8_t>(from, 3);
-  p.output = {at<float>(from, 4), at<void>(from, 5), out, static_cast<float>(from.global_scale),
+  p.output = {at<float>(from, 4), at<void>(from, 5), nullptr, out, static_cast<float>(from.global_scale),
               static_cast<uint32_t>(from.numbers[1]), from.numbers[3] != 0};
   p.tokens = static_cast<uint32_t>(from.numbers[0]);
   p.columns = static_cast<uint32_t>(from.numbers[2]);

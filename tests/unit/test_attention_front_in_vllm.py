@@ -174,7 +174,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "SimpleNamespace": lambda: module_of(
         attention=attention_of(impl=SimpleNamespace(sinks=None, alibi_slopes=None))
     ),
-    "no operator": lambda: module_of(attention=attention_of(use_direct_call=True)),
+    "not an operator": lambda: module_of(attention=attention_of(use_direct_call=True)),
     "heads have 96": lambda: module_of(
         attention=attention_of(head_size=96, head_size_v=96)
     ),

@@ -44,7 +44,7 @@ extern "C" void multiply_w4a4_on_the_host(bool late, bool bfloat, uint32_t token
   p.x_scales = static_cast<const uint8_t*>(x_scales);
   p.codes = static_cast<const uint8_t*>(codes);
   p.scales = static_cast<const uint8_t*>(scales);
-  p.output = {static_cast<const float*>(column_scale), bias, out, global_scale, outputs, silu_mul};
+  p.output = {static_cast<const float*>(column_scale), bias, nullptr, out, global_scale, outputs, silu_mul};
   p.tokens = tokens;
   p.columns = columns;
   p.chunks = (columns + kChunk - 1) / kChunk;
