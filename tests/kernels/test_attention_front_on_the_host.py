@@ -5,9 +5,6 @@ turns. Its results are those of the specification, bit for bit.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.support.changes import OPERATORS
+from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 from tests.support.kernels.front_cases import Case, cases, make_case, raw, specified
-from tests.support.kernels.kernel_build import KERNELS
-
-EMULATOR = Path(__file__).parent / "emulator"
 
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    needs_compiler,
     pytest.mark.when_changed(*OPERATORS),
 ]
 
@@ -47,14 +42,9 @@ class Problem(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    built = tmp_path_factory.mktemp("emulator") / "attention_front.so"
-    sources = KERNELS / "src/nibble_kernels"
-    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off"]
-    words += ["-DEMULATE_E2M1_INSTRUCTIONS=1"]
-    words += [f"-I{EMULATOR}", f"-I{sources}", f"-I{sources / 'include'}"]
-    source = EMULATOR / "attention_front.cpp"
-    subprocess.run([*words, "-o", str(built), str(source)], check=True)
-    found = ctypes.CDLL(str(built))
+    found = compile_on_the_host(
+        "attention_front.cpp", tmp_path_factory.mktemp("emulator"), e2m1=True
+    )
     assert found.problem_bytes() == ctypes.sizeof(Problem)
     return found
 

@@ -8,10 +8,7 @@ at once, or only when they are waited for.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +17,13 @@ from torch import Tensor
 
 from tests.support.changes import OPERATORS
 from tests.support.kernels.attention_cases import FP8, Case, assert_close, make_case
-from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 
-EMULATOR = Path(__file__).parent / "emulator"
 BLOCKS = 5
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    needs_compiler,
     pytest.mark.when_changed(*OPERATORS),
 ]
 
@@ -56,12 +52,7 @@ class Problem(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    built = tmp_path_factory.mktemp("emulator") / "attention.so"
-    sources = KERNELS / "src/nibble_kernels"
-    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=1"]
-    words += [f"-I{EMULATOR}", f"-I{sources}", f"-I{sources / 'include'}"]
-    subprocess.run([*words, "-o", str(built), str(EMULATOR / "attention.cpp")], check=True)
-    found = ctypes.CDLL(str(built))
+    found = compile_on_the_host("attention.cpp", tmp_path_factory.mktemp("emulator"), e2m1=True)
     assert found.problem_bytes() == ctypes.sizeof(Problem)
     return found
 

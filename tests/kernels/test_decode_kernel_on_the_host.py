@@ -9,11 +9,8 @@ conversion instruction, phases, epilogues and tails.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +27,7 @@ from test_nvfp4_gpu_moe import (
 from torch import Tensor
 
 from tests.support.changes import OPERATORS
-from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.emulated import compile_on_the_host, needs_compiler, pointers
 from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
@@ -38,7 +35,6 @@ from tests.support.kernels.kernel_cases import (
     values_of,
 )
 
-EMULATOR = Path(__file__).parent / "emulator"
 GLOBAL_SCALE = 1.23e-4
 # Rows of x, N, K, clusters, thread blocks of each, phases: every form, half a chunk at a row's end,
 # fewer tiles than warps, groups of four rows, several rounds of groups, phases and ranks of unequal
@@ -56,7 +52,7 @@ CASES = [
 Multiply = Callable[..., Tensor]
 
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    needs_compiler,
     pytest.mark.when_changed(*OPERATORS),
 ]
 
@@ -67,17 +63,8 @@ def compiled_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], 
 
     @cache
     def compiled(instructions: bool) -> ctypes.CDLL:
-        library = tmp_path_factory.mktemp("emulator") / "decode.so"
-        sources = KERNELS / "src/nibble_kernels"
-        words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread"]
-        words += [
-            f"-DEMULATE_E2M1_INSTRUCTIONS={int(instructions)}",
-            f"-I{EMULATOR}",
-            f"-I{sources}",
-        ]
-        words += [f"-I{sources / 'include'}", "-o", str(library), str(EMULATOR / "decode.cpp")]
-        subprocess.run(words, check=True)
-        return ctypes.CDLL(str(library))
+        folder = tmp_path_factory.mktemp("emulator")
+        return compile_on_the_host("decode.cpp", folder, e2m1=instructions)
 
     return compiled
 
@@ -113,10 +100,6 @@ def multiply(
         return out
 
     return call
-
-
-def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(one.data_ptr() if one is not None else None) for one in tensors]
 
 
 @pytest.mark.parametrize("operands", ["bfloat16", "float16", "bfloat16 as float16"])

@@ -5,9 +5,6 @@ g++, with lanes that take turns, against float64.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,13 +13,11 @@ from torch import Tensor
 
 from tests.support.changes import OPERATORS
 from tests.support.kernels.e4m3_cases import SCALES, e4m3_experts, e4m3_values
-from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 from tests.support.kernels.kernel_cases import activations, assert_same_bits
 
-EMULATOR = Path(__file__).parent / "emulator"
-
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    needs_compiler,
     pytest.mark.when_changed(*OPERATORS),
 ]
 
@@ -52,13 +47,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("emulator") / "e4m3_experts.so"
-    sources = KERNELS / "src/nibble_kernels"
-    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread"]
-    words += ["-DEMULATE_E2M1_INSTRUCTIONS=0"]
-    words += [f"-I{folder}" for folder in (EMULATOR, sources, sources / "include")]
-    subprocess.run([*words, "-o", str(path), str(EMULATOR / "e4m3_experts.cpp")], check=True)
-    return ctypes.CDLL(str(path))
+    return compile_on_the_host("e4m3_experts.cpp", tmp_path_factory.mktemp("emulator"))
 
 
 class Layer:

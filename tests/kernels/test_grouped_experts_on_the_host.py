@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.support.changes import OPERATORS
-from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 from tests.support.kernels.kernel_cases import (
     activations,
     assert_same_bits,
@@ -26,7 +23,6 @@ from tests.support.kernels.kernel_cases import (
     values_of,
 )
 
-EMULATOR = Path(__file__).parent / "emulator"
 FUNCTIONS = ("silu", "gelu_tanh", "relu2")
 # Tokens of a tile, thread blocks, tokens, experts a token, experts, hidden, intermediate. Rows and
 # columns that fill no unit and no chunk, several tiles of an expert, more chunks than stages.
@@ -41,19 +37,14 @@ CASES = [
 ]
 
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    needs_compiler,
     pytest.mark.when_changed(*OPERATORS),
 ]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("emulator") / "grouped.so"
-    sources = KERNELS / "src/nibble_kernels"
-    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=0"]
-    words += [f"-I{folder}" for folder in (EMULATOR, sources, sources / "include")]
-    subprocess.run([*words, "-o", str(path), str(EMULATOR / "grouped.cpp")], check=True)
-    return ctypes.CDLL(str(path))
+    return compile_on_the_host("grouped.cpp", tmp_path_factory.mktemp("emulator"))
 
 
 class Layer:

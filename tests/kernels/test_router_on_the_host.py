@@ -6,10 +6,7 @@ Only the instructions are stood in for (emulator/nibble/tensor_core.cuh).
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.support.changes import OPERATORS
-from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 from tests.support.kernels.router_cases import Case, check, make_case, run
 
-EMULATOR = Path(__file__).parent / "emulator"
 Route = Callable[..., tuple[Tensor, ...]]
 
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    needs_compiler,
     pytest.mark.when_changed(*OPERATORS),
 ]
 
@@ -49,12 +45,7 @@ class Problem(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    built = tmp_path_factory.mktemp("emulator") / "router.so"
-    sources = KERNELS / "src/nibble_kernels"
-    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=1"]
-    words += [f"-I{EMULATOR}", f"-I{sources}", f"-I{sources / 'include'}"]
-    subprocess.run([*words, "-o", str(built), str(EMULATOR / "router.cpp")], check=True)
-    found = ctypes.CDLL(str(built))
+    found = compile_on_the_host("router.cpp", tmp_path_factory.mktemp("emulator"), e2m1=True)
     assert found.problem_bytes() == ctypes.sizeof(Problem)
     return found
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.changes import OPERATORS
-from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
@@ -30,7 +27,6 @@ from tests.support.kernels.kernel_cases import (
     values_of,
 )
 
-EMULATOR = Path(__file__).parent / "emulator"
 GLOBAL_SCALE = 1.23e-4
 FEW, SOME, MANY, WIDE = range(4)  # of warpgroup_division.h: tiles of 32, 64, 128 and 128 tokens
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup_form.h
@@ -56,19 +52,14 @@ CASES = [
 Multiply = Callable[..., Tensor]
 
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here"),
+    needs_compiler,
     pytest.mark.when_changed(*OPERATORS),
 ]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("emulator") / "warpgroup.so"
-    sources = KERNELS / "src/nibble_kernels"
-    words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-DEMULATE_E2M1_INSTRUCTIONS=0"]
-    words += [f"-I{folder}" for folder in (EMULATOR, sources, sources / "include")]
-    subprocess.run([*words, "-o", str(path), str(EMULATOR / "warpgroup.cpp")], check=True)
-    return ctypes.CDLL(str(path))
+    return compile_on_the_host("warpgroup.cpp", tmp_path_factory.mktemp("emulator"))
 
 
 @pytest.fixture

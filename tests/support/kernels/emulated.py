@@ -24,6 +24,7 @@ def compile_on_the_host(source: str, folder: Path, *, e2m1: bool = False) -> cty
     """A library of a source in the emulator's folder. e2m1: with the instructions that convert."""
     library, sources = folder / f"{source}.so", KERNELS / "src/nibble_kernels"
     words = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread"]
+    words += ["-ffp-contract=off"]  # as setup.py compiles: a fused multiply-add is written as one
     words += [f"-DEMULATE_E2M1_INSTRUCTIONS={int(e2m1)}"]
     words += [f"-I{path}" for path in (EMULATOR, sources, sources / "include")]
     subprocess.run([*words, "-o", str(library), str(EMULATOR / source)], check=True)
