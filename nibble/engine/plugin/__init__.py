@@ -4,6 +4,8 @@
   exactly, refuse scales that were not loaded, keep activations in BF16 on request, and load a
   quantized lm_head in every model.
 - cpu.py, cuda.py, kernels.py, fuse_silu.py: nibble's kernels as vLLM layers.
+- chain_layers.py: residual sums in products, and norms that let the next product begin early.
+- plain_decoders.py: the families that chain_layers.py and cpu_decoder.py know.
 - fuse_router.py: a router of experts, and the norm in front of it, as one kernel.
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
@@ -15,7 +17,7 @@
 - whole_load.py, written.py: end a load that leaves a weight unwritten.
 - pulse.py: reports the progress of each process to nibble's supervisor.
 - queues.py: sets the size of the queue of a worker's answers.
-- attention: nibble's kernel for the attention of decode steps.
+- attention: nibble's kernels for the attention of decode steps, and for what comes before it.
 - step_graph: decode steps from CUDA graphs.
 
 vLLM 0.32 looks the classes up in its modules when it builds a layer. They keep vLLM's names,

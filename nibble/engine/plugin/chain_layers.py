@@ -22,19 +22,12 @@ from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe
 
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
 from nibble.engine.plugin.fuse_silu import PLAIN_MLPS, nibble_kernel_of
+from nibble.engine.plugin.plain_decoders import LAYERS, MODELS
 from nibble.engine.plugin.require import replace, required, required_of_instances
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 
-# Classes of vLLM 0.32 whose layers are: norm, attention, norm, MLP, each added to the residual.
-# Attention ends with o_proj, the MLP with down_proj.
-MODELS = (llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
-LAYERS = (
-    llama.LlamaDecoderLayer,
-    mistral.MistralDecoderLayer,
-    qwen2.Qwen2DecoderLayer,
-    qwen3.Qwen3DecoderLayer,
-)
+# Attention ends with o_proj.
 ATTENTION = (
     llama.LlamaAttention,
     mistral.MistralAttention,

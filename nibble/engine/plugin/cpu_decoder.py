@@ -22,7 +22,6 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader import base_loader
-from vllm.model_executor.models import llama, mistral, qwen2, qwen3
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import cpu_attn
@@ -30,18 +29,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 
 from nibble.engine.plugin.cpu import CpuNvFp4LinearKernel
 from nibble.engine.plugin.layers import COLUMN_SCALE, kernel_of
+from nibble.engine.plugin.plain_decoders import LAYERS, MODELS
 from nibble.engine.plugin.require import replace, required, required_of_instances
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 
-# Classes of vLLM 0.32 whose forward is: norm, attention, norm, MLP, each added to the residual.
-MODELS = (llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
-LAYERS = (
-    llama.LlamaDecoderLayer,
-    mistral.MistralDecoderLayer,
-    qwen2.Qwen2DecoderLayer,
-    qwen3.Qwen3DecoderLayer,
-)
 # Those whose rotation is the cache's row of a position.
 ROTATIONS = frozenset("RotaryEmbedding Llama3RotaryEmbedding YaRNScalingRotaryEmbedding".split())
 # vLLM's CPU attention without AMX stores keys by column, and with it in another order.
