@@ -6,7 +6,7 @@ Keys and values lie in vLLM 0.32's storage [pages, tokens, KV heads, 2 D], pages
 at random from a pool. Each call of a graph reads other pages, and the second cache is emptied
 before each replay. It needs vLLM with FlashAttention 3 and FlashInfer, which compiles its kernels
 for a minute, and nibble-kernels compiled for this GPU. `--divisions` compares divisions of a
-sequence in the same turns.
+sequence, and forms of the kernel (units/cache_map.h), in the same turns.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def make_batch(pool: Tensor, batch: int, context: int, read: float) -> Batch:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def nibble(b: Batch, least_chunk: int, most_splits: int) -> Call:
+def nibble(b: Batch, least_chunk: int, most_splits: int, undivided: int = 0, form: int = 0) -> Call:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     heads, kv_heads = b.query.shape[1], b.cache.shape[2]
     workspace = make_workspace(
         b.batch, kv_heads, heads // kv_heads, b.head_dim,
-        least_chunk=least_chunk, most_splits=most_splits,
+        least_chunk=least_chunk, most_splits=most_splits, undivided=undivided, form=form,
     )  # fmt: skip
     cache = b.cache.transpose(1, 2)
 
@@ -264,6 +264,7 @@ def measure(b: Batch, calls: dict[str, Call], read: float) -> dict[str, Any]:
                 raise
     us = microseconds(graphs, len(b.tables))
     first = next(iter(results.values()))
+    apart = {name: float((found - first).abs().max()) for name, found in results.items()}
     least = b.kv_bytes / read * 1e6
     ours, best = us.get("nibble"), min((us[name] for name in OTHERS if name in us), default=None)
     return {
@@ -275,7 +276,8 @@ def measure(b: Batch, calls: dict[str, Call], read: float) -> dict[str, Any]:
         "us": us,
         "ratio": round(best / ours, 3) if best and ours else None,
         "percent_of_read": round(100 * least / ours, 1) if ours else None,
-        "max_difference": round(max(float((r - first).abs().max()) for r in results.values()), 5),
+        "max_difference": round(max(apart.values()), 5),
+        "apart": {name: round(value, 5) for name, value in apart.items()},
     }
 
 
@@ -308,7 +310,10 @@ def parse() -> argparse.Namespace:
         "--forms", nargs="*", metavar="KV:HEAD_DIM", help="in this order, in place of the products"
     )
     parser.add_argument(
-        "--divisions", nargs="*", default=["nibble=128,64"], help="NAME=LEAST_CHUNK,MOST_SPLITS"
+        "--divisions",
+        nargs="*",
+        default=["nibble=128,64"],
+        help="NAME=LEAST_CHUNK,MOST_SPLITS,UNDIVIDED,FORM",
     )
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.support.kernels.attention_cases import Case, assert_close, make_case
 
+FORMS = range(5)
 SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
 
@@ -63,18 +65,21 @@ def test_the_plain_torch_code_is_the_specification(kernels: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("least_chunk", [64, 512])
-def test_the_kernel_is_within_its_roundings(kernels: ModuleType, least_chunk: int) -> None:
+def test_the_kernel_is_within_its_roundings(kernels: ModuleType) -> None:
     for case in cases():
-        assert_close(attend(case.on("cuda"), least_chunk=least_chunk), exact(case), case)
+        expected, here = exact(case), case.on("cuda")
+        for form, chunk in itertools.product(FORMS, (64, 512)):
+            found = attend(here, least_chunk=chunk, undivided=chunk, form=form)
+            assert_close(found, expected, case)
 
 
 @pytest.mark.gpu
-def test_a_hundred_replays_are_equal(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hundred_replays_are_equal(kernels: ModuleType, form: int) -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     case = make_case([5000, 17, 0, 3000, 64, 8000, 1, 999], kv_heads=8, fp8=True).on("cuda")
-    workspace = make_workspace(8, 8, 4, 128)
+    workspace = make_workspace(8, 8, 4, 128, form=form)
 
     def call() -> Tensor:
         return decode_attention(
@@ -93,17 +98,18 @@ def test_a_hundred_replays_are_equal(kernels: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType, form: int) -> None:
     """Also not on the parts of a batch that is larger than a launch."""
     case = make_case([n % 700 for n in range(0, 300 * 37, 37)], kv_heads=1, fp8=True).on("cuda")
-    together = attend(case)
+    together = attend(case, form=form, undivided=128)
     for i in (0, 5, 255, 256, 299):
         begins = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
         one = slice(i, i + 1)
         alone = Case(
             case.query[one], case.cache, case.pages[one], case.lengths[one], begins, case.scale
         )
-        assert torch.equal(attend(alone)[0], together[i])
+        assert torch.equal(attend(alone, form=form, undivided=128)[0], together[i])
 
 
 @pytest.mark.gpu
@@ -124,18 +130,23 @@ def test_lengths_at_the_edges_of_the_division(
 ) -> None:
     lengths = [1024, 1025, 4096, 4097, 6000, 8192, 8193, 16384, 16400]
     case = make_case(lengths, head_dim=head_dim, kv_heads=2, fp8=fp8)
-    assert_close(attend(case.on("cuda")), exact(case), case)
+    expected, here = exact(case), case.on("cuda")
+    for form in FORMS:
+        assert_close(attend(here, form=form), expected, case)
 
 
 @pytest.mark.gpu
-def test_a_small_workspace_takes_several_launches(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_small_workspace_takes_several_launches(kernels: ModuleType, form: int) -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     case = make_case([3000, 17, 0, 2000, 1500, 64, 1800], kv_heads=2, fp8=True).on("cuda")
     found = [
         decode_attention(
             case.query, case.cache, case.pages, case.lengths, case.query_begins,
-            make_workspace(sequences, 2, case.query.shape[1] // 2, case.query.shape[2]),
+            make_workspace(
+                sequences, 2, case.query.shape[1] // 2, case.query.shape[2], form=form
+            ),
             scale=case.scale,
         )
         for sequences in (7, 2, 1)

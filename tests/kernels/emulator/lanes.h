@@ -117,9 +117,10 @@ class EmulatedLanes {
 class EmulatedBarrier {
  public:
   explicit EmulatedBarrier(uint32_t size) : size_(size) {}
-  void arrive_and_wait() {
+  void arrive_and_wait() { arrive_and_wait(size_); }
+  void arrive_and_wait(uint32_t size) {
     const uint32_t now = phase_;
-    if (++arrived_ == size_) {
+    if (++arrived_ == size) {
       arrived_ = 0;
       ++phase_;
       return;

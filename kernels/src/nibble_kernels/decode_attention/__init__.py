@@ -15,7 +15,7 @@ __all__ = ["Workspace", "decode_attention", "make_workspace"]
 # Of problem.h: rows of a product, sequences of a launch.
 ROWS, SEQUENCES = 16, 256
 # Tokens of a split of a short sequence, and the most splits (docs/kernels/decode_attention.md).
-LEAST_CHUNK, MOST_SPLITS = 128, 64
+LEAST_CHUNK, MOST_SPLITS, UNDIVIDED = 128, 64, 512
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Workspace:
     counters: Tensor
     least_chunk: int = LEAST_CHUNK
     most_splits: int = MOST_SPLITS
+    undivided: int = UNDIVIDED
+    form: int = 0
 
 
 def make_workspace(
@@ -38,6 +40,8 @@ def make_workspace(
     device: torch.device | str = "cuda",
     least_chunk: int = LEAST_CHUNK,
     most_splits: int = MOST_SPLITS,
+    undivided: int = UNDIVIDED,
+    form: int = 0,
 ) -> Workspace:
     """For `sequences` at a time: a larger batch takes several launches. Calls on several streams
     need one each.
@@ -47,9 +51,11 @@ def make_workspace(
     floats = items * most_splits * (rows * head_dim + -(-2 * rows // 4) * 4)
     return Workspace(
         torch.empty(floats, dtype=torch.float32, device=device),
-        torch.zeros(items, dtype=torch.int32, device=device),
+        torch.zeros(items * ROWS, dtype=torch.int32, device=device),
         least_chunk,
         most_splits,
+        undivided,
+        form,
     )
 
 
@@ -96,7 +102,8 @@ _attend = operator(
     "decode_attention(Tensor query, Tensor cache, Tensor pages, Tensor lengths, Tensor"
     " query_begins, int most_queries, float scale, Tensor? k_scale, Tensor? v_scale, int window,"
     " float soft_cap, Tensor? sinks, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials,"
-    " Tensor(d!) counters, int least_chunk, int most_splits) -> ()",
+    " Tensor(d!) counters, int least_chunk, int most_splits,"
+    " int undivided, int form) -> ()",
     _reference,
     _fake,
 )
@@ -149,5 +156,7 @@ def decode_attention(
         workspace.counters,
         workspace.least_chunk,
         workspace.most_splits,
+        workspace.undivided,
+        workspace.form,
     )
     return out

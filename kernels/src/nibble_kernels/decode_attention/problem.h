@@ -32,6 +32,7 @@ struct Problem {
   uint32_t tokens_per_page, pages_stride;
   uint32_t window;  // tokens that a query sees, itself included; 0: all
   uint32_t least_chunk, most_splits;
+  uint32_t undivided;  // tokens up to which a sequence has one split
   float scale, soft_cap;  // soft_cap 0: none
 };
 

@@ -7,10 +7,14 @@
 
 #define NIBBLE_HAS_WARPGROUP_PRODUCTS 1
 
-// A matrix of words, and how many of its rows and columns a box has.
+// A matrix of words, and how many of its rows and columns a box has. Or pages of heads of tokens of chunks of 128
+// bytes, of which a box has 16 tokens with all of their chunks.
 struct CUtensorMap {
   const uint32_t* words;
   uint32_t columns, rows, box_columns, box_rows, box_chunks = 1;
+  const uint8_t* bytes = nullptr;
+  uint32_t tokens = 0, chunks = 0, heads = 0, pages = 0, box_heads = 0;
+  int64_t token_stride = 0, head_stride = 0, page_stride = 0;
 };
 
 namespace nibble::instruction {
@@ -110,6 +114,27 @@ inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_
         const uint32_t at = x + y * map.box_columns + column;
         const bool is_there = row < map.rows && at < map.columns;
         *word++ = is_there ? map.words[size_t{row} * map.columns + at] : 0;
+      }
+    }
+  });
+}
+// Units of 16 bytes are swapped as CU_TENSOR_MAP_SWIZZLE_128B does it, by bits of their place.
+inline void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head, uint32_t page,
+                        SharedPlace barrier) {
+  if (token + 16 > map.tokens || head + map.box_heads > map.heads || page >= map.pages || offset_of(to) % 1024) {
+    std::fprintf(stderr, "no box of token %u of head %u of page %u\n", token, head, page);
+    std::abort();
+  }
+  begin_copy(barrier, 16 * 128 * map.chunks * map.box_heads, [=, map = map] {
+    uint32_t place = 0;
+    for (uint32_t of_head = 0; of_head < map.box_heads; ++of_head) {
+      for (uint32_t chunk = 0; chunk < map.chunks; ++chunk) {
+        for (uint32_t row = token; row < token + 16; ++row) {
+          const uint8_t* const from = map.bytes + page * map.page_stride + (head + of_head) * map.head_stride +
+                                      row * map.token_stride + chunk * 128;
+          for (uint32_t unit = 0; unit < 128; unit += 16, place += 16)
+            std::memcpy(to + (place ^ (place >> 7 & 7) << 4), from + unit, 16);
+        }
       }
     }
   });

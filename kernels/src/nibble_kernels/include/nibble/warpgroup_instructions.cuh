@@ -96,6 +96,15 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
+// A box of a map of five dimensions: chunks of some tokens of a page and of some of its heads.
+__device__ __forceinline__ void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head,
+                                            uint32_t page, SharedPlace barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+      "%2, %4, %5}], [%6];" ::"r"(to),
+      "l"(&map), "r"(0), "r"(token), "r"(head), "r"(page), "r"(barrier)
+      : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
