@@ -119,7 +119,9 @@ def make_batch(pool: Tensor, batch: int, context: int, read: float) -> Batch:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def nibble(b: Batch, least_chunk: int, most_splits: int, undivided: int = 0, form: int = 0) -> Call:
+def nibble(
+    b: Batch, least_chunk: int, most_splits: int, undivided: int = 0, form: int = 0, early: int = 0
+) -> Call:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     heads, kv_heads = b.query.shape[1], b.cache.shape[2]
@@ -131,8 +133,9 @@ def nibble(b: Batch, least_chunk: int, most_splits: int, undivided: int = 0, for
 
     def call(table: Tensor) -> None:
         decode_attention(
-            b.query, cache, table, b.lengths, b.begins, workspace, scale=b.scale, out=b.out
-        )
+            b.query, cache, table, b.lengths, b.begins, workspace, scale=b.scale, out=b.out,
+            early=bool(early),
+        )  # fmt: skip
 
     return call
 
@@ -313,7 +316,7 @@ def parse() -> argparse.Namespace:
         "--divisions",
         nargs="*",
         default=["nibble=128,64"],
-        help="NAME=LEAST_CHUNK,MOST_SPLITS,UNDIVIDED,FORM",
+        help="NAME=LEAST_CHUNK,MOST_SPLITS,UNDIVIDED,FORM,EARLY",
     )
     return parser.parse_args()
 

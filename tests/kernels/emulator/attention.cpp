@@ -35,35 +35,29 @@ void run_size(const Problem& problem, uint32_t head_dim, bool is_small, uint32_t
 }
 
 template <class Form>
-void run_units(const Problem& problem, CUtensorMap map, uint32_t blocks) {
-  map.chunks = Form::kChunks, map.box_heads = Form::kHeads;
-  for (uint32_t block = 0; block < blocks; ++block) {
-    run_cluster(1, Form::kThreads, sizeof(units::Shared<Form>), block, blocks, [&](uint4* memory) {
+void run_units(const Problem& problem, CUtensorMap map, uint32_t clusters) {
+  map.chunks = Form::kChunks;
+  for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
+    run_cluster(Form::kRanks, Form::kThreads, sizeof(units::Shared<Form>), cluster, clusters, [&](uint4* memory) {
       units::Attention<Form>(problem, map, *reinterpret_cast<units::Shared<Form>*>(memory)).run();
     });
   }
 }
 
 template <uint32_t HeadDim, bool IsFp8>
-void run_unit_form(const Problem& p, const CUtensorMap& map, uint32_t form, bool is_small, uint32_t blocks) {
+void run_unit_form(const Problem& p, const CUtensorMap& map, uint32_t form, uint32_t clusters) {
   using units::Form;
-  constexpr uint32_t kEights = HeadDim <= 128 ? 2 : 1;
-  const bool is_one_group = slot_rows(p) <= 8;
-  if (is_small && is_one_group) return run_units<Form<HeadDim, IsFp8, 1, 4, 1, 1, true>>(p, map, blocks);
-  if (is_small) return run_units<Form<HeadDim, IsFp8, 2, 4, 1, 1, true>>(p, map, blocks);
-  if (!is_one_group) return run_units<Form<HeadDim, IsFp8, 2, kEights * 4, 1, 1, false>>(p, map, blocks);
-  if (form == 2) return run_units<Form<HeadDim, IsFp8, 1, 4, 2 * kEights, 1, false>>(p, map, blocks);
-  if (form == 3) return run_units<Form<HeadDim, IsFp8, 1, 8, kEights, 2, false>>(p, map, blocks);
-  if (form == 4) return run_units<Form<HeadDim, IsFp8, 1, 4, 2 * kEights, 2, false>>(p, map, blocks);
-  run_units<Form<HeadDim, IsFp8, 1, 8, kEights, 1, false>>(p, map, blocks);
+  if (slot_rows(p) > 8) return run_units<Form<HeadDim, IsFp8, 2, 8>>(p, map, clusters);
+  if (form == 2) return run_units<Form<HeadDim, IsFp8, 1, 4>>(p, map, clusters);
+  run_units<Form<HeadDim, IsFp8, 1, 8>>(p, map, clusters);
 }
 
 template <bool IsFp8>
-void run_unit_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t form, bool is_small,
-                   uint32_t blocks) {
-  if (head_dim == 64) return run_unit_form<64, IsFp8>(p, map, form, is_small, blocks);
-  if (head_dim == 128) return run_unit_form<128, IsFp8>(p, map, form, is_small, blocks);
-  run_unit_form<256, IsFp8>(p, map, form, is_small, blocks);
+void run_unit_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t form,
+                   uint32_t clusters) {
+  if (head_dim == 64) return run_unit_form<64, IsFp8>(p, map, form, clusters);
+  if (head_dim == 128) return run_unit_form<128, IsFp8>(p, map, form, clusters);
+  run_unit_form<256, IsFp8>(p, map, form, clusters);
 }
 
 }  // namespace
@@ -85,8 +79,8 @@ extern "C" void attend_on_the_host(const Problem* problem, uint32_t head_dim, bo
     map.tokens = problem->tokens_per_page, map.heads = problem->kv_heads, map.pages = pages;
     map.token_stride = problem->token_stride, map.head_stride = problem->head_stride;
     map.page_stride = problem->page_stride;
-    if (is_fp8) return run_unit_size<true>(*problem, map, head_dim, form, is_small, blocks);
-    return run_unit_size<false>(*problem, map, head_dim, form, is_small, blocks);
+    if (is_fp8) return run_unit_size<true>(*problem, map, head_dim, form, blocks);
+    return run_unit_size<false>(*problem, map, head_dim, form, blocks);
   }
   if (is_fp8) {
     run_size<true>(*problem, head_dim, is_small, blocks);

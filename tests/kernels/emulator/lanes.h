@@ -21,10 +21,27 @@ struct EmulatedCluster;
 inline EmulatedBlock* emulated_block;
 inline EmulatedCluster* emulated_cluster;
 
-// Bulk copies are over a while after they begin, the latest first, and products when they are waited for; some
-// warps pause. Or all goes on at once. A kernel must be right either way.
+// Bulk copies are over a while after they begin, the latest first and some much later than others, and products
+// when they are waited for; some warps pause. Or all goes on at once. A kernel must be right either way.
 inline bool emulated_is_late;
 inline std::vector<std::function<void()>> emulated_copies;
+
+// Every seventh copy is over when many that began after it are used.
+inline constexpr uint32_t kSlowCopy = 7, kSlowRounds = 3000;
+struct SlowCopy {
+  uint32_t round;
+  std::function<void()> end;
+};
+inline uint32_t emulated_round, emulated_copies_begun;
+inline std::deque<SlowCopy> emulated_slow_copies;
+
+inline void end_later(std::function<void()> copy) {
+  if (++emulated_copies_begun % kSlowCopy == 0) {
+    emulated_slow_copies.push_back({emulated_round + kSlowRounds, std::move(copy)});
+  } else {
+    emulated_copies.push_back(std::move(copy));
+  }
+}
 
 class EmulatedLanes {
  public:
@@ -44,9 +61,13 @@ class EmulatedLanes {
       lane->context.uc_link = &main_;
       makecontext(&lane->context, [] { running_->begin(); }, 0);
     }
-    uint32_t round = 0;
+    uint32_t& round = emulated_round;
     for (size_t left = lanes_.size(); left != 0; ++round) {
-      bool is_stuck = true;
+      bool is_stuck = emulated_slow_copies.empty();
+      if (!is_stuck && emulated_slow_copies.front().round <= round) {
+        emulated_slow_copies.front().end();
+        emulated_slow_copies.pop_front();
+      }
       if (!emulated_copies.empty()) {
         is_stuck = false;
         const std::function<void()> copy = std::move(emulated_copies.back());
@@ -117,15 +138,14 @@ class EmulatedLanes {
 class EmulatedBarrier {
  public:
   explicit EmulatedBarrier(uint32_t size) : size_(size) {}
-  void arrive_and_wait() { arrive_and_wait(size_); }
-  void arrive_and_wait(uint32_t size) {
+  void arrive_and_wait() { wait(arrive()); }
+  uint32_t arrive() {  // the phase that it ends or waits for
     const uint32_t now = phase_;
-    if (++arrived_ == size) {
-      arrived_ = 0;
-      ++phase_;
-      return;
-    }
-    EmulatedLanes::wait_until([&] { return phase_ != now; });
+    if (++arrived_ == size_) arrived_ = 0, ++phase_;
+    return now;
+  }
+  void wait(uint32_t phase) {
+    EmulatedLanes::wait_until([&] { return phase_ != phase; });
   }
 
  private:

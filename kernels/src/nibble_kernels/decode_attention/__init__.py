@@ -12,8 +12,8 @@ from nibble_kernels.library import operator
 
 __all__ = ["Workspace", "decode_attention", "make_workspace"]
 
-# Of problem.h: rows of a product, sequences of a launch.
-ROWS, SEQUENCES = 16, 256
+# Of problem.h: rows of a product, sequences of a launch, blocks of a cluster.
+ROWS, SEQUENCES, RANKS = 16, 256, 8
 # Tokens of a split of a short sequence, and the most splits (docs/kernels/decode_attention.md).
 LEAST_CHUNK, MOST_SPLITS, UNDIVIDED = 128, 64, 512
 
@@ -51,7 +51,7 @@ def make_workspace(
     floats = items * most_splits * (rows * head_dim + -(-2 * rows // 4) * 4)
     return Workspace(
         torch.empty(floats, dtype=torch.float32, device=device),
-        torch.zeros(items * ROWS, dtype=torch.int32, device=device),
+        torch.zeros(items * ROWS * RANKS, dtype=torch.int32, device=device),
         least_chunk,
         most_splits,
         undivided,
@@ -103,7 +103,7 @@ _attend = operator(
     " query_begins, int most_queries, float scale, Tensor? k_scale, Tensor? v_scale, int window,"
     " float soft_cap, Tensor? sinks, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials,"
     " Tensor(d!) counters, int least_chunk, int most_splits,"
-    " int undivided, int form) -> ()",
+    " int undivided, int form, bool early) -> ()",
     _reference,
     _fake,
 )
@@ -126,6 +126,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Attention of `query` [tokens, heads, D] over `cache` [pages, KV heads, tokens, 2 D] of any
     strides, in bfloat16 or float8_e4m3fn (times `k_scale` and `v_scale`).
@@ -135,6 +136,10 @@ def decode_attention(
     counts the tokens that a query sees, itself included; 0 means all. `lse` [tokens, heads] gets
     the logarithm of the sum of weights, a sink included. A sequence's result does not depend on
     the rest of the batch. The first call on a device must not be captured in a CUDA graph.
+
+    `early`: the kernel before this one writes nothing that this one reads but `query` and the keys
+    and values of query tokens, and all else was written before that kernel began. Lengths, page
+    tables and older tokens are then read while it runs.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     _attend(
@@ -158,5 +163,6 @@ def decode_attention(
         workspace.most_splits,
         workspace.undivided,
         workspace.form,
+        early,
     )
     return out

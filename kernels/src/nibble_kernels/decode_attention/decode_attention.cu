@@ -98,7 +98,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                       int64_t window, double soft_cap, const std::optional<Tensor>& sinks, Tensor out,
                       std::optional<Tensor> lse, Tensor partials, Tensor counters, int64_t least_chunk,
-                      int64_t most_splits, int64_t undivided, int64_t form) {
+                      int64_t most_splits, int64_t undivided, int64_t form, bool is_early) {
   check_tables(pages, lengths, query_begins);
   check_cache(query, cache);
   Problem p = problem_of(query, cache, pages, most_queries, least_chunk, most_splits, undivided);
@@ -106,7 +106,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   require(out.is_contiguous() && out.numel() == query.numel() && out.scalar_type() == query.scalar_type(),
           "expected a result without gaps, as large as the queries");
   const int64_t floats = heads * most_splits * partial_floats(p, static_cast<uint32_t>(query.size(2)));
-  const int64_t room = std::min(partials.numel() / floats, counters.numel() / (heads * kRows));
+  const int64_t room = std::min(partials.numel() / floats, counters.numel() / (heads * kRows * kMostRanks));
   require(room >= 1, "the workspace is too small for a sequence");
   const uint32_t at_a_time = static_cast<uint32_t>(std::min<int64_t>(room, kMostSequences));
   p.pages = static_cast<const int32_t*>(pages.const_data_ptr());
@@ -122,6 +122,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   p.window = static_cast<uint32_t>(window);
   p.scale = static_cast<float>(scale);
   p.soft_cap = static_cast<float>(soft_cap);
+  p.is_early = is_early;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   launch_parts(p, sequences, at_a_time, query, cache, static_cast<int>(form));
 }

@@ -106,9 +106,10 @@ struct EmulatedBlock {
     uint64_t shuffled;
     std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
     std::deque<std::vector<std::function<void()>>> copies{{}};  // in groups; the last one is not ended
+    uint32_t cluster_phase;                                     // of the barrier that it has begun
   };
   std::vector<EmulatedBarrier> warps;
-  EmulatedBarrier all, some{0};
+  EmulatedBarrier all;
   std::vector<Lane> lanes;
   uint32_t rank;
 
@@ -128,16 +129,6 @@ inline EmulatedBlock::Lane& emulated_lane(uint32_t lane) {
 inline void meet_warp() { emulated_block->warps[threadIdx.x / 32].arrive_and_wait(); }
 inline void __syncwarp() { meet_warp(); }
 inline void __syncthreads() { emulated_block->all.arrive_and_wait(); }
-
-inline uint32_t __ballot_sync(uint32_t, bool is_so) {
-  emulated_lane(threadIdx.x % 32).shuffled = is_so;
-  meet_warp();
-  uint32_t found = 0;
-  for (uint32_t lane = 0; lane < 32; ++lane) found |= static_cast<uint32_t>(emulated_lane(lane).shuffled) << lane;
-  meet_warp();
-  return found;
-}
-inline int __ffs(int bits) { return bits == 0 ? 0 : std::countr_zero(static_cast<uint32_t>(bits)) + 1; }
 
 template <class T>
 T __shfl_sync(uint32_t, T value, uint32_t from) {
@@ -369,11 +360,6 @@ const T* element(const T* begin, uint32_t index) {
 
 using SharedPlace = uint8_t*;
 inline SharedPlace shared_place(void* pointer) { return static_cast<uint8_t*>(pointer); }
-// A block has one such barrier.
-template <uint32_t Threads>
-void meet_threads() {
-  emulated_block->some.arrive_and_wait(Threads);
-}
 inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uint4*>(place); }
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
 // Where copies are late, they are over when they are waited for.
@@ -389,8 +375,10 @@ inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<
 inline void copy_pair(SharedPlace to, const float2* from) { *reinterpret_cast<float2*>(to) = *from; }
 inline uint32_t cluster_rank() { return emulated_block->rank; }
 inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
-inline void begin_cluster_barrier() {}
-inline void end_cluster_barrier() { cluster_barrier(); }
+inline void begin_cluster_barrier() {
+  emulated_lane(threadIdx.x % 32).cluster_phase = emulated_cluster->all.arrive();
+}
+inline void end_cluster_barrier() { emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase); }
 template <class T>
 T* of_rank(T* own, uint32_t rank) {
   auto& memory = emulated_cluster->memory;

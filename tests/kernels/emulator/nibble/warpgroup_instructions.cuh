@@ -13,7 +13,7 @@ struct CUtensorMap {
   const uint32_t* words;
   uint32_t columns, rows, box_columns, box_rows, box_chunks = 1;
   const uint8_t* bytes = nullptr;
-  uint32_t tokens = 0, chunks = 0, heads = 0, pages = 0, box_heads = 0;
+  uint32_t tokens = 0, chunks = 0, heads = 0, pages = 0;
   int64_t token_stride = 0, head_stride = 0, page_stride = 0;
 };
 
@@ -80,7 +80,7 @@ void begin_copy(SharedPlace barrier, uint32_t bytes, F&& f) {
     at.end_phase_if_over();
   };
   if (emulated_is_late) {
-    emulated_copies.push_back(std::move(copy));
+    end_later(std::move(copy));
   } else {
     copy();
   }
@@ -121,21 +121,16 @@ inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_
 // Units of 16 bytes are swapped as CU_TENSOR_MAP_SWIZZLE_128B does it, by bits of their place.
 inline void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head, uint32_t page,
                         SharedPlace barrier) {
-  if (token + 16 > map.tokens || head + map.box_heads > map.heads || page >= map.pages || offset_of(to) % 1024) {
+  if (token + 16 > map.tokens || head >= map.heads || page >= map.pages || offset_of(to) % 1024) {
     std::fprintf(stderr, "no box of token %u of head %u of page %u\n", token, head, page);
     std::abort();
   }
-  begin_copy(barrier, 16 * 128 * map.chunks * map.box_heads, [=, map = map] {
-    uint32_t place = 0;
-    for (uint32_t of_head = 0; of_head < map.box_heads; ++of_head) {
-      for (uint32_t chunk = 0; chunk < map.chunks; ++chunk) {
-        for (uint32_t row = token; row < token + 16; ++row) {
-          const uint8_t* const from = map.bytes + page * map.page_stride + (head + of_head) * map.head_stride +
-                                      row * map.token_stride + chunk * 128;
-          for (uint32_t unit = 0; unit < 128; unit += 16, place += 16)
-            std::memcpy(to + (place ^ (place >> 7 & 7) << 4), from + unit, 16);
-        }
-      }
+  begin_copy(barrier, 16 * 128 * map.chunks, [=, map = map] {
+    const uint8_t* const first = map.bytes + page * map.page_stride + head * map.head_stride;
+    for (uint32_t place = 0; place < 16 * 128 * map.chunks; place += 16) {
+      const uint32_t row = token + place / 128 % 16, chunk = place / 2048;
+      const uint8_t* const from = first + row * map.token_stride + chunk * 128 + place % 128;
+      std::memcpy(to + (place ^ (place >> 7 & 7) << 4), from, 16);
     }
   });
 }
@@ -143,6 +138,11 @@ inline void prefetch_map(const CUtensorMap&) {}
 
 inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value) {
   *reinterpret_cast<float4*>(place_at_rank(to, rank)) = value;
+}
+inline void send_to_rank(SharedPlace to, uint32_t rank, SharedPlace barrier, const float4& value) {
+  begin_copy(place_at_rank(barrier, rank), sizeof(value), [to = place_at_rank(to, rank), value] {
+    std::memcpy(to, &value, sizeof(value));
+  });
 }
 inline void store_shared(SharedPlace to, const uint4& value) { *reinterpret_cast<uint4*>(to) = value; }
 inline float4 load_shared_floats(SharedPlace place) { return *reinterpret_cast<const float4*>(place); }

@@ -12,13 +12,13 @@ struct CacheMap {
   uint64_t pages, heads, tokens_per_page;
   uint64_t page_stride, head_stride, token_stride;
 
-  // Boxes of a tile's tokens with all of their chunks of 128 bytes, of some heads. Units of 16 bytes are
-  // swapped, so that reads do not meet in a bank.
-  CUtensorMap of_tiles(uint32_t chunks, uint32_t box_heads) const {
+  // Boxes of a tile's tokens with all of their chunks of 128 bytes, of a head. Units of 16 bytes are swapped,
+  // so that reads do not meet in a bank.
+  CUtensorMap of_tiles(uint32_t chunks) const {
     CUtensorMap map{};
     const cuuint64_t sizes[] = {128, tokens_per_page, chunks, heads, pages},
                      bytes[] = {token_stride, 128, head_stride, page_stride};
-    const cuuint32_t box[] = {128, kTile, chunks, box_heads, 1}, steps[] = {1, 1, 1, 1, 1};
+    const cuuint32_t box[] = {128, kTile, chunks, 1, 1}, steps[] = {1, 1, 1, 1, 1};
     const CUresult result =
         encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(cache), sizes, bytes, box,
                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -28,8 +28,7 @@ struct CacheMap {
   }
 };
 
-// Form 1 or 3: 8 warps a block; 2 or 4: 4 warps. 3 and 4 take two KV heads at a time.
-// 5 and 6 are 1 and 3 that only read.
+// Form 1: 8 blocks a cluster; 2: 4 blocks.
 cudaError_t launch_fp8(const Problem& problem, const CacheMap& cache, uint32_t head_dim, int form, int device,
                        cudaStream_t stream);
 cudaError_t launch_bf16(const Problem& problem, const CacheMap& cache, uint32_t head_dim, int form,

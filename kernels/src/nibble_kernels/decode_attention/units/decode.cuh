@@ -1,9 +1,10 @@
 // Attention of a few query tokens a sequence over a paged cache of keys and values.
 //
-// Persistent thread blocks. One warp of a block copies the tiles of its units (work.cuh); the others share
-// each unit: one takes every eighth tile, or fourth. They add their results from shared memory, a warp for
-// each row. Where a sequence has several splits, these go to global memory, and the warp that brings the last
-// one of a row adds them, the first one first.
+// Persistent clusters of thread blocks. One warp of a block copies the block's tiles of a unit (work.cuh), four
+// multiply, and others add: each of the cluster's multiplying warps sends what it has of a unit's result to
+// the blocks, a slice of each row to each of them, and there a warp adds a row's slices. Where a sequence has
+// several splits, their results go to global memory, and the warp that brings the last one of a slice adds
+// them. All sums are in a fixed order.
 #pragma once
 
 #include "decode_attention/units/tile.cuh"
@@ -15,40 +16,58 @@ template <class Form>
 class Attention {
  public:
   __device__ __forceinline__ Attention(const Problem& p, const CUtensorMap& map, Shared<Form>& shared)
-      : p_(p), map_(map), shared_(shared) {}
+      : p_(p),
+        map_(map),
+        shared_(shared),
+        rank_(instruction::cluster_rank()),
+        buffers_(min(Form::kReceivedBytes / 16 / Form::received_quads(slot_rows(p)), Form::kMostBuffers)) {}
 
   __device__ __forceinline__ void run() {
     instruction::let_next_kernel_start();
-    if (threadIdx.x == Form::kConsumers) instruction::prefetch_map(map_);
+    if (threadIdx.x == 0) instruction::prefetch_map(map_);
     init_barriers();
     __syncthreads();
-    instruction::wait_for_previous_kernel();
+    // The cluster's barriers are ready after its second step.
+    instruction::begin_cluster_barrier();
     if (warp() == Form::kWarps) {
       Copier<Form>(p_, map_, shared_).run();
+      instruction::end_cluster_barrier();
     } else {
-      compute();
+      instruction::end_cluster_barrier();
+      instruction::wait_for_previous_kernel();
+      if (warp() < Form::kWarps) {
+        multiply();
+      } else {
+        add(warp() - Form::kWarps - 1);
+      }
     }
+    // Other blocks may still report that they have read what this one sent.
+    __syncwarp();
+    instruction::cluster_barrier();
   }
 
  private:
-  static constexpr uint32_t kDim = Form::kHeadDim, kQuads = kDim / 4;
-  static constexpr uint32_t kQuadsOfLane = kQuads < kLanes ? 1 : kQuads / kLanes;
+  static constexpr uint32_t kDim = Form::kHeadDim, kSliceQuads = Form::kSliceQuads;
 
   static __device__ __forceinline__ uint32_t warp() { return threadIdx.x / kLanes; }
   static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % kLanes; }
 
   __device__ __forceinline__ void init_barriers() {
-    static_assert(Form::kStages <= Form::kConsumers && Form::kUnits <= Form::kConsumers);
+    static_assert(Form::kStages <= Form::kThreads && Form::kUnits <= Form::kThreads);
     const uint32_t i = threadIdx.x;
     if (i < Form::kStages) {
       instruction::init_barrier(instruction::shared_place(&shared_.full[i]), 1);
-      instruction::init_barrier(instruction::shared_place(&shared_.empty[i]), Form::kHeads);
+      instruction::init_barrier(instruction::shared_place(&shared_.empty[i]), 1);
     }
     if (i < Form::kUnits) {
       instruction::init_barrier(instruction::shared_place(&shared_.known[i]), 1);
-      instruction::init_barrier(instruction::shared_place(&shared_.forgotten[i]), Form::kWarps);
+      instruction::init_barrier(instruction::shared_place(&shared_.forgotten[i]),
+                                Form::kWarps + Form::kAdders);
     }
-    if (i == 0) instruction::init_barrier(instruction::shared_place(&shared_.added), Form::kWarps);
+    if (i < Form::kMostBuffers) {
+      instruction::init_barrier(instruction::shared_place(&shared_.got[i]), 1 + Form::kWarps);
+      instruction::init_barrier(instruction::shared_place(&shared_.free[i]), Form::kRanks * Form::kAdders);
+    }
     instruction::publish_barriers();
   }
 
@@ -58,60 +77,70 @@ class Attention {
     if (lane() == 0) instruction::arrive(instruction::shared_place(&barrier));
   }
 
-  __device__ __forceinline__ void compute() {
-    Place<Form::kUnits> place;
-    Place<Form::kStages> unit_stage;
-    uint32_t additions = 0;
+  // f(unit, place of its buffer) for each of the cluster's units.
+  template <class F>
+  __device__ __forceinline__ void for_units(F&& f) {
+    Place place, buffer;
 #pragma unroll 1
-    for (;; place.advance(1)) {
-      instruction::wait_for_phase(instruction::shared_place(&shared_.known[place.number]), place.parity);
+    for (;;) {
+      wait_for(shared_.known[place.number], place.parity);
       const Unit& unit = shared_.units[place.number];
       if (unit.splits == 0) return;
-      compute_unit(unit, unit_stage, additions);
-      unit_stage.advance_far(unit.tiles);
+      f(unit, buffer);
+      buffer.advance(1, buffers_);
       arrive(shared_.forgotten[place.number]);
+      place.advance(1, Form::kUnits);
     }
   }
 
-  // --- a unit ---
+  // How many warps have tiles of a unit.
+  static __device__ __forceinline__ uint32_t slots_of(const Unit& unit) {
+    return min(unit.tiles, Form::kSlots);
+  }
 
-  // Which of the unit's heads this warp has, and which of that head's warps it is.
-  static __device__ __forceinline__ uint32_t head_of(uint32_t warp) { return warp % Form::kHeads; }
-  static __device__ __forceinline__ uint32_t rank_of(uint32_t warp) { return warp / Form::kHeads; }
+  // --- products ---
 
-  __device__ __forceinline__ void compute_unit(const Unit& unit, Place<Form::kStages> stage,
-                                               uint32_t& additions) {
+  __device__ __forceinline__ void multiply() {
+    Place stage{warp(), 0};
+    for_units([&](const Unit& unit, const Place& buffer) {
+      const uint32_t slot = (warp() * Form::kRanks + rank_ - unit.first_warp) % Form::kSlots;
+      const bool has_tiles = slot < slots_of(unit);
+      Partial<Form> partial;
+      if (has_tiles) compute(unit, slot, stage, partial);
+      // Also without tiles: who misses a phase could take one for another.
+      wait_for_cluster(shared_.free[buffer.number], buffer.parity ^ 1);
+      arrive(shared_.got[buffer.number]);
+      if (has_tiles) send(unit, slot, buffer.number, partial);
+    });
+  }
+
+  __device__ __forceinline__ void compute(const Unit& unit, uint32_t slot, Place& stage,
+                                          Partial<Form>& partial) {
     const uint32_t tiles = unit.tiles, begin = unit.begin;
     Query<Form> query;
     float factor[Form::kRowGroups][2];  // of a product: the scale, in base 2 unless scores are capped
     load_queries(unit, query, factor);
     const uint32_t seen_by_all = seen_first(unit, unit.queries == 0 ? 0 : unit.queries - 1);
     const uint32_t seen_end_by_all = seen_end(unit, 0);
-    Partial<Form> partial;
     clear(partial);
-    stage.advance(rank_of(warp()));
 #pragma unroll 1
-    for (uint32_t tile = rank_of(warp()); tile < tiles; tile += Form::kWarpsOfHead) {
+    for (uint32_t tile = slot; tile < tiles; tile += Form::kSlots) {
       const uint32_t token = begin + tile * kTile;
-      uint8_t* const memory =
-          shared_.ring + stage.number * Form::kStageBytes + head_of(warp()) * Form::kTileBytes;
-      instruction::wait_for_phase(instruction::shared_place(&shared_.full[stage.number]), stage.parity);
-      if constexpr (Form::kComputes) {
-        const bool is_edge = token < seen_by_all || token + kTile > seen_end_by_all;
-        if (is_edge) clear_unseen(unit, token, memory);
-        Scores<Form> scores;
-        score<Form>(scores, memory, query);
-        scale(scores, factor);
-        if (is_edge) hide(unit, token, scores);
-        weigh<Form>(scores, partial);
-        add_values<Form>(partial, scores, memory);
-        if (is_edge) instruction::publish_to_products();
-      }
+      uint8_t* const memory = shared_.ring + stage.number * Form::kTileBytes;
+      const bool is_edge = token < seen_by_all || token + kTile > seen_end_by_all;
+      wait_for(shared_.full[stage.number], stage.parity);
+      if (is_edge) clear_unseen(unit, token, memory);
+      Scores<Form> scores;
+      score<Form>(scores, memory, query);
+      scale(scores, factor);
+      if (is_edge) hide(unit, token, scores);
+      weigh<Form>(scores, partial);
+      add_values<Form>(partial, scores, memory);
+      if (is_edge) instruction::publish_to_products();
       arrive(shared_.empty[stage.number]);
-      stage.advance(Form::kWarpsOfHead);
+      stage.advance(Form::kWarps, Form::kStages);
     }
     add_totals(partial);
-    add_warps(unit, partial, additions);
   }
 
   __device__ __forceinline__ void scale(Scores<Form>& scores,
@@ -208,10 +237,10 @@ class Attention {
   struct RowPlace {
     uint32_t token, head;
   };
-  __device__ __forceinline__ RowPlace place_of(const Unit& unit, uint32_t head, uint32_t row) const {
-    if (p_.most_queries == 1) return {unit.query_begin, (unit.head + head) * p_.group + row};
+  __device__ __forceinline__ RowPlace place_of(const Unit& unit, uint32_t row) const {
+    if (p_.most_queries == 1) return {unit.query_begin, unit.head * p_.group + row};
     const uint32_t all = unit.row_tile * kRows + row, query = all / p_.group;
-    return {unit.query_begin + query, (unit.head + head) * p_.group + all - query * p_.group};
+    return {unit.query_begin + query, unit.head * p_.group + all - query * p_.group};
   }
 
   __device__ __forceinline__ void load_queries(const Unit& unit, Query<Form>& query,
@@ -236,7 +265,7 @@ class Attention {
                                              uint2 (&query)[Form::kSteps]) const {
     const uint32_t row = group * 8 + lane() / 4;
     const bool is_there = row < rows;
-    const RowPlace place = place_of(unit, head_of(warp()), is_there ? row : 0);
+    const RowPlace place = place_of(unit, is_there ? row : 0);
     const uint16_t* const from = static_cast<const uint16_t*>(p_.query) +
                                  place.token * p_.query_token_stride + place.head * p_.query_head_stride;
 #pragma unroll
@@ -272,7 +301,18 @@ class Attention {
     return __uint_as_float(exponent << 23);
   }
 
-  // --- the sum of a block's warps ---
+  // --- partial results of warps ---
+
+  // Where a block has a slice's quad of a slot, and two rows' maxima and sums of it.
+  __device__ __forceinline__ float4* received(uint32_t buffer) const {
+    return reinterpret_cast<float4*>(shared_.received) + buffer * Form::received_quads(slot_rows(p_));
+  }
+  static __device__ __forceinline__ uint32_t quad_place(uint32_t row, uint32_t slot, uint32_t quad) {
+    return (row * Form::kSlots + slot) * kSliceQuads + quad;
+  }
+  __device__ __forceinline__ uint32_t stats_place(uint32_t row_pair, uint32_t slot) const {
+    return quad_place(slot_rows(p_), 0, 0) + row_pair * Form::kSlots + slot;
+  }
 
   // f(row of the group, number of four elements, those elements of the row) for what this lane has.
   template <class F>
@@ -293,95 +333,127 @@ class Attention {
     }
   }
 
-  static __device__ __forceinline__ uint32_t quad_place(uint32_t row, uint32_t quad) {
-    return row * kQuads + (quad ^ (row >> 1 & 3));  // apart, so that fewer lanes meet in a bank
-  }
-  __device__ __forceinline__ float4* sums_of(uint32_t warp) const {
-    return reinterpret_cast<float4*>(shared_.sums) + warp * (8 * kQuads);
-  }
-
-  __device__ __forceinline__ void add_warps(const Unit& unit, const Partial<Form>& partial,
-                                            uint32_t& additions) {
-    const uint32_t rows = rows_of(unit), summands = min(unit.tiles, Form::kWarpsOfHead);
+  // To all blocks of the cluster: a slice to each, and maxima and sums to all.
+  __device__ __forceinline__ void send(const Unit& unit, uint32_t slot, uint32_t buffer,
+                                       const Partial<Form>& partial) const {
+    const uint32_t rows = rows_of(unit);
+    float4* const to = received(buffer);
+    const instruction::SharedPlace got = instruction::shared_place(&shared_.got[buffer]);
 #pragma unroll
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
-      // The first time the barrier's phase before the first one is over.
-      instruction::wait_for_phase(instruction::shared_place(&shared_.added), ~additions & 1);
-      const uint32_t rows_here = rows > group * 8 ? min(rows - group * 8, 8u) : 0;
-      if (rank_of(warp()) < summands) {
-        float4* const quads = sums_of(warp());
-        for_quads(partial, group, [&](uint32_t row, uint32_t quad, const float4& sums) {
-          if (row < rows_here) quads[quad_place(row, quad)] = sums;
-        });
-        if (lane() < 4) {
-#pragma unroll
-          for (uint32_t i = 0; i < 2; ++i) {
-            shared_.maxima[warp()][lane() * 2 + i] = partial.maximum[group][i];
-            shared_.totals[warp()][lane() * 2 + i] = partial.total[group][i];
-          }
-        }
+      for_quads(partial, group, [&](uint32_t row, uint32_t quad, const float4& sums) {
+        if (group * 8 + row >= rows) return;
+        const uint32_t place = quad_place(group * 8 + row, slot, quad % kSliceQuads);
+        instruction::send_to_rank(instruction::shared_place(to + place), quad / kSliceQuads, got, sums);
+      });
+      const uint32_t row_pair = group * 4 + lane() % 4, rank = lane() / 4;
+      if (row_pair * 2 < rows && rank < Form::kRanks) {
+        const float (&maximum)[2] = partial.maximum[group], (&total)[2] = partial.total[group];
+        instruction::send_to_rank(instruction::shared_place(to + stats_place(row_pair, slot)), rank, got,
+                                  make_float4(maximum[0], maximum[1], total[0], total[1]));
       }
-      instruction::meet_threads<Form::kConsumers>();
-      for (uint32_t i = warp(); i < rows_here * Form::kHeads; i += Form::kWarps)
-        add_row(unit, i % Form::kHeads, group, i / Form::kHeads, summands);
-      arrive(shared_.added);
-      ++additions;
     }
   }
 
-  // A row of a head, from what that head's warps have of it.
-  __device__ __forceinline__ void add_row(const Unit& unit, uint32_t head, uint32_t group, uint32_t row,
-                                          uint32_t summands) const {
-    float maximum = -INFINITY, total = 0;
-    for (uint32_t i = 0; i < summands; ++i)
-      maximum = fmaxf(maximum, shared_.maxima[i * Form::kHeads + head][row]);
-    const float base = maximum == -INFINITY ? 0 : maximum;
-    float4 sums[kQuadsOfLane];
-#pragma unroll
-    for (uint32_t i = 0; i < kQuadsOfLane; ++i) sums[i] = make_float4(0, 0, 0, 0);
-    for (uint32_t i = 0; i < summands; ++i) {
-      const uint32_t from = i * Form::kHeads + head;
-      const float weight = instruction::power_of_two(shared_.maxima[from][row] - base);
-      total = fmaf(shared_.totals[from][row], weight, total);
-#pragma unroll
-      for (uint32_t j = 0; j < kQuadsOfLane; ++j) {
-        if (has_quad(j)) add_part(sums[j], sums_of(from)[quad_place(row, quad_of(j))], weight);
+  // --- sums of slices ---
+
+  __device__ __forceinline__ void add(uint32_t adder) {
+    for_units([&](const Unit& unit, const Place& buffer) {
+      const uint32_t rows = rows_of(unit), slots = slots_of(unit);
+      if (adder == 0 && lane() == 0) {
+        const uint32_t quads = slots * (rows * kSliceQuads + (rows + 1) / 2);
+        instruction::arrive_expecting(instruction::shared_place(&shared_.got[buffer.number]), quads * 16);
       }
+      wait_for_cluster(shared_.got[buffer.number], buffer.parity);
+      const float4* const from = received(buffer.number);
+      for (uint32_t row = adder; row < rows; row += Form::kAdders) add_slots(unit, from, slots, row);
+      __syncwarp();
+      if (lane() < Form::kRanks)
+        instruction::arrive_at_rank(instruction::shared_place(&shared_.free[buffer.number]), lane());
+    });
+  }
+
+  __device__ __forceinline__ void add_slots(const Unit& unit, const float4* from, uint32_t slots,
+                                            uint32_t row) const {
+    float weights[1] = {-INFINITY}, totals[1] = {0};
+    if (lane() < slots) {
+      const float4 stats = from[stats_place(row / 2, lane())];
+      weights[0] = row % 2 == 0 ? stats.x : stats.y, totals[0] = row % 2 == 0 ? stats.z : stats.w;
     }
-    const uint32_t in_tile = group * 8 + row;
+    const Weighed weighed = weigh_parts(weights, totals);
+    const float4 sum = add_parts(weights, slots, [&](uint32_t slot, uint32_t quad) {
+      return from[quad_place(row, slot, quad)];
+    });
     if (unit.splits == 1) {
-      write_row(place_of(unit, head, in_tile), maximum, total, sums);
+      write_row(place_of(unit, row), weighed, sum);
     } else {
-      write_partial(unit, head, in_tile, maximum, total, sums);
+      write_partial(unit, row, weighed, sum);
     }
   }
 
-  static __device__ __forceinline__ uint32_t quad_of(uint32_t i) { return i * kLanes + lane(); }
-  static __device__ __forceinline__ bool has_quad(uint32_t i) {
-    return kQuads % kLanes == 0 || quad_of(i) < kQuads;
-  }
-  static __device__ __forceinline__ void add_part(float4& sum, const float4& part, float weight) {
-    sum.x = fmaf(part.x, weight, sum.x), sum.y = fmaf(part.y, weight, sum.y);
-    sum.z = fmaf(part.z, weight, sum.z), sum.w = fmaf(part.w, weight, sum.w);
-  }
+  struct Weighed {
+    float maximum, total;
+  };
 
-  __device__ __forceinline__ void write_row(const RowPlace& place, float maximum, float total,
-                                            const float4 (&sums)[kQuadsOfLane]) const {
-    const float factor = finish_row(place, maximum, total);
-    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(place) * kDim);
+  // Lanes have the maxima and sums of a row's parts, 32 after 32. Maxima become what parts are multiplied by.
+  template <uint32_t Count>
+  static __device__ __forceinline__ Weighed weigh_parts(float (&maxima)[Count], const float (&totals)[Count]) {
+    float maximum = maxima[0], total = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kQuadsOfLane; ++i) {
-      if (has_quad(i))
-        out[quad_of(i)] = uint2{pair_of(sums[i].x * factor, sums[i].y * factor, false),
-                                pair_of(sums[i].z * factor, sums[i].w * factor, false)};
+    for (uint32_t i = 1; i < Count; ++i) maximum = fmaxf(maximum, maxima[i]);
+#pragma unroll
+    for (uint32_t mask = 1; mask < kLanes; mask *= 2) maximum = fmaxf(maximum, shuffled(maximum, mask));
+    const float base = maximum == -INFINITY ? 0 : maximum;
+#pragma unroll
+    for (uint32_t i = 0; i < Count; ++i) {
+      maxima[i] = instruction::power_of_two(maxima[i] - base);
+      total = fmaf(totals[i], maxima[i], total);
     }
+#pragma unroll
+    for (uint32_t mask = 1; mask < kLanes; mask *= 2) total += shuffled(total, mask);
+    return {maximum, total};
+  }
+
+  // The sum of load(part, quad of the slice) times its weight; each lane has the quad of its number.
+  template <uint32_t Count, class F>
+  static __device__ __forceinline__ float4 add_parts(const float (&weights)[Count], uint32_t parts, F&& load) {
+    constexpr uint32_t kAtOnce = kLanes / kSliceQuads;
+    const uint32_t own = lane() / kSliceQuads, quad = lane() % kSliceQuads;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (uint32_t i = 0; i < Count; ++i) {
+      if (i * kLanes >= parts) break;
+#pragma unroll
+      for (uint32_t in = 0; in < kLanes; in += kAtOnce) {
+        const float weight = __shfl_sync(~0u, weights[i], in + own);
+        const uint32_t part = i * kLanes + in + own;
+        const float4 some = part < parts ? load(part, quad) : make_float4(0, 0, 0, 0);
+        sum.x = fmaf(some.x, weight, sum.x), sum.y = fmaf(some.y, weight, sum.y);
+        sum.z = fmaf(some.z, weight, sum.z), sum.w = fmaf(some.w, weight, sum.w);
+      }
+    }
+#pragma unroll
+    for (uint32_t mask = kSliceQuads; mask < kLanes; mask *= 2) {
+      sum.x += shuffled(sum.x, mask), sum.y += shuffled(sum.y, mask);
+      sum.z += shuffled(sum.z, mask), sum.w += shuffled(sum.w, mask);
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ void write_row(const RowPlace& place, const Weighed& weighed,
+                                            const float4& sum) const {
+    const float factor = finish_row(place, weighed.maximum, weighed.total);
+    if (lane() >= kSliceQuads) return;
+    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(place) * kDim);
+    out[rank_ * kSliceQuads + lane()] = uint2{pair_of(sum.x * factor, sum.y * factor, false),
+                                              pair_of(sum.z * factor, sum.w * factor, false)};
   }
 
   __device__ __forceinline__ size_t row_of(const RowPlace& place) const {
     return size_t{place.token} * (p_.kv_heads * p_.group) + place.head;
   }
 
-  // What a row's sum of values is multiplied by. One lane also writes the log-sum-exp.
+  // What a row's sum of values is multiplied by. A lane of the first block also writes the log-sum-exp.
   __device__ __forceinline__ float finish_row(const RowPlace& place, float maximum, float total) const {
     constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
     float factor = p_.v_scale ? __ldg(p_.v_scale) : 1;
@@ -392,107 +464,69 @@ class Attention {
       factor *= of_keys;
       maximum = top;
     }
-    if (lane() == 0 && p_.lse != nullptr)
+    if (lane() == 0 && rank_ == 0 && p_.lse != nullptr)
       p_.lse[row_of(place)] = total > 0 ? (maximum + log2f(total)) * kLn2 : -INFINITY;
     return total == 0 ? 0 : factor / total;
   }
 
-  // --- partial results in global memory ---
+  // --- partial results of splits, in global memory ---
 
-  __device__ __forceinline__ float* slot_of(const Unit& unit, uint32_t head, uint32_t split) const {
-    const size_t number = unit.slot + head + size_t{split} * unit.next_slot;
+  __device__ __forceinline__ float* split_place(const Unit& unit, uint32_t split) const {
+    const size_t number = unit.slot + size_t{split} * unit.next_slot;
     return p_.partials + number * partial_floats(p_, kDim);
   }
+  // In quads, from a split's place; maxima and sums of rows lie behind all rows.
+  __device__ __forceinline__ uint32_t slice_place(uint32_t row) const {
+    return row * Form::kQuads + rank_ * kSliceQuads;
+  }
 
-  // A row of this split. The warp that brings the last split of a row adds them.
-  __device__ __forceinline__ void write_partial(const Unit& unit, uint32_t head, uint32_t row, float maximum,
-                                                float total, const float4 (&sums)[kQuadsOfLane]) const {
+  // This block's slice of a row of this split. Each block of the cluster also writes the row's maximum and sum,
+  // the same ones.
+  __device__ __forceinline__ void write_partial(const Unit& unit, uint32_t row, const Weighed& weighed,
+                                                const float4& sum) const {
     const uint32_t rows = slot_rows(p_);
-    float* const slot = slot_of(unit, head, unit.split);
-#pragma unroll
-    for (uint32_t i = 0; i < kQuadsOfLane; ++i) {
-      if (has_quad(i)) reinterpret_cast<float4*>(slot)[row * kQuads + quad_of(i)] = sums[i];
-    }
-    if (lane() == 0) slot[rows * kDim + row] = maximum, slot[rows * kDim + rows + row] = total;
+    float* const own = split_place(unit, unit.split);
+    if (lane() < kSliceQuads) reinterpret_cast<float4*>(own)[slice_place(row) + lane()] = sum;
+    if (lane() == 0) own[rows * kDim + row] = weighed.maximum, own[rows * kDim + rows + row] = weighed.total;
     __threadfence();
     __syncwarp();
     uint32_t is_last = 0;
     if (lane() == 0) {
-      const uint32_t pair =
-          (unit.sequence * p_.kv_heads + unit.head + head) * row_tiles_of(p_) + unit.row_tile;
-      uint32_t* const counter = p_.counters + pair * kRows + row;
+      const uint32_t pair = (unit.sequence * p_.kv_heads + unit.head) * row_tiles_of(p_) + unit.row_tile;
+      uint32_t* const counter = p_.counters + (pair * kRows + row) * kMostRanks + rank_;
       is_last = atomicAdd(counter, 1) + 1 == unit.splits;
       if (is_last) *counter = 0;
     }
     if (__shfl_sync(~0u, is_last, 0) == 0) return;
     __threadfence();
-    add_splits(unit, head, row);
+    add_splits(unit, row);
   }
 
-  __device__ __forceinline__ void add_splits(const Unit& unit, uint32_t head, uint32_t row) const {
+  __device__ __forceinline__ void add_splits(const Unit& unit, uint32_t row) const {
     const uint32_t splits = unit.splits, rows = slot_rows(p_);
     const size_t stride = size_t{unit.next_slot} * partial_floats(p_, kDim);
-    const float* const slots = slot_of(unit, head, 0);
+    const float* const first = split_place(unit, 0);
     constexpr uint32_t kEach = kMostSplits / kLanes;
-    float weights[kEach], totals[kEach], maximum = -INFINITY, total = 0;
+    float weights[kEach], totals[kEach];
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
       const uint32_t split = i * kLanes + lane();
-      const float* const stats = slots + split * stride + rows * kDim + row;
+      const float* const stats = first + split * stride + rows * kDim + row;
       weights[i] = split < splits ? __ldcg(stats) : -INFINITY;
       totals[i] = split < splits ? __ldcg(stats + rows) : 0;
-      maximum = fmaxf(maximum, weights[i]);
     }
-#pragma unroll
-    for (uint32_t mask = 1; mask < kLanes; mask *= 2) maximum = fmaxf(maximum, shuffled(maximum, mask));
-    const float base = maximum == -INFINITY ? 0 : maximum;
-#pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
-      weights[i] = instruction::power_of_two(weights[i] - base);
-      total = fmaf(totals[i], weights[i], total);
-    }
-#pragma unroll
-    for (uint32_t mask = 1; mask < kLanes; mask *= 2) total += shuffled(total, mask);
-    float4 sums[kQuadsOfLane];
-#pragma unroll
-    for (uint32_t i = 0; i < kQuadsOfLane; ++i) sums[i] = make_float4(0, 0, 0, 0);
-    const float4* const parts = reinterpret_cast<const float4*>(slots) + row * kQuads;
-#pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
-      if (i * kLanes < splits) add_some(parts, stride / 4, i * kLanes, splits, weights[i], sums);
-    }
-    write_row(place_of(unit, head, row), maximum, total, sums);
-  }
-
-  // Up to 32 splits from `begin` on; each lane has the weight of one.
-  __device__ __forceinline__ void add_some(const float4* parts, size_t stride, uint32_t begin,
-                                           uint32_t splits, float weights,
-                                           float4 (&sums)[kQuadsOfLane]) const {
-    constexpr uint32_t kAtOnce = 8 / kQuadsOfLane;
-#pragma unroll 1
-    for (uint32_t in = 0; in < kLanes && begin + in < splits; in += kAtOnce) {
-      float4 some[kAtOnce][kQuadsOfLane];
-#pragma unroll
-      for (uint32_t j = 0; j < kAtOnce; ++j) {
-#pragma unroll
-        for (uint32_t i = 0; i < kQuadsOfLane; ++i) {
-          const uint32_t split = begin + in + j;
-          const bool is_there = split < splits && has_quad(i);
-          some[j][i] = is_there ? __ldcg(parts + split * stride + quad_of(i)) : make_float4(0, 0, 0, 0);
-        }
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < kAtOnce; ++j) {
-        const float weight = __uint_as_float(__shfl_sync(~0u, __float_as_uint(weights), in + j));
-#pragma unroll
-        for (uint32_t i = 0; i < kQuadsOfLane; ++i) add_part(sums[i], some[j][i], weight);
-      }
-    }
+    const Weighed weighed = weigh_parts(weights, totals);
+    const float4* const slices = reinterpret_cast<const float4*>(first) + slice_place(row);
+    const float4 sum = add_parts(weights, splits, [&](uint32_t split, uint32_t quad) {
+      return __ldcg(slices + split * (stride / 4) + quad);
+    });
+    write_row(place_of(unit, row), weighed, sum);
   }
 
   const Problem& p_;
   const CUtensorMap& map_;
   Shared<Form>& shared_;
+  const uint32_t rank_, buffers_;
 };
 
 }  // namespace nibble::attention::units

@@ -1,4 +1,4 @@
-// How a sequence is divided into splits, and the sizes of a kernel whose blocks share a split. For host and
+// How a sequence is divided into splits, and the sizes of a kernel whose clusters share a split. For host and
 // device.
 #pragma once
 
@@ -19,35 +19,43 @@ NIBBLE_FUNCTION uint32_t first_tile(uint32_t tiles, uint32_t splits, uint32_t sp
   return tiles * split / splits;
 }
 
-// Warps: those that multiply, beside the one that copies. Heads: neighbouring KV heads of a unit, which share
-// its warps. RowGroups: eights of rows.
-template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups, uint32_t Warps, uint32_t Blocks, uint32_t Heads,
-          bool IsSmall>
+// RowGroups: eights of rows. Ranks: blocks of a cluster.
+template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups, uint32_t Ranks>
 struct Form {
-  static constexpr uint32_t kHeadDim = HeadDim, kRowGroups = RowGroups, kWarps = Warps, kBlocks = Blocks;
-  static constexpr uint32_t kHeads = Heads, kWarpsOfHead = Warps / Heads;
-  static constexpr bool kIsFp8 = IsFp8, kIsSmall = IsSmall, kComputes = true;
+  static constexpr uint32_t kHeadDim = HeadDim, kRowGroups = RowGroups, kRanks = Ranks;
+  static constexpr bool kIsFp8 = IsFp8;
   static constexpr uint32_t kElement = IsFp8 ? 1 : 2, kPerUnit = 16 / kElement;  // of 16 bytes
   static constexpr uint32_t kRowBytes = 2 * HeadDim * kElement, kTileBytes = kTile * kRowBytes;
-  static constexpr uint32_t kChunks = kRowBytes / 128, kChunkBytes = kTile * 128;
-  static constexpr uint32_t kConsumers = Warps * kLanes, kThreads = kConsumers + kLanes;
+  static constexpr uint32_t kChunks = kRowBytes / 128;
   static constexpr uint32_t kSteps = HeadDim / 16;     // of the product of queries and keys
   static constexpr uint32_t kDimTiles = HeadDim / 16;  // of the product of weights and values
   static constexpr uint32_t kLoad = HeadDim * kElement / 8 < 16 ? 8 : 16;  // bytes of a value at a time
   static constexpr uint32_t kLoads = HeadDim * kElement / 8 / kLoad, kPerLoad = kLoad / kElement;
-  static constexpr uint32_t kUnits = 8;  // that the copying warp may be ahead
-  static constexpr uint32_t kStageBytes = Heads * kTileBytes;
-  static constexpr uint32_t kSumBytes = Warps * 8 * HeadDim * 4;
-  static constexpr uint32_t kSharedBytes = IsSmall ? 99 * 1024 : (228 / Blocks - 1) * 1024;
-  static constexpr uint32_t kOtherBytes = 2048;
-  static constexpr uint32_t kStages = (kSharedBytes - kSumBytes - kOtherBytes) / kStageBytes;
-  static_assert(kStages >= kWarpsOfHead);
-};
 
-// Reads all, and computes nothing of it: what the copies alone take.
-template <class Whole>
-struct Reads : Whole {
-  static constexpr bool kComputes = false;
+  // A block's warps: those that multiply, those that add, and one that copies.
+  static constexpr uint32_t kWarps = 4, kAdders = 3;
+  static constexpr uint32_t kThreads = (kWarps + kAdders + 1) * kLanes;
+  static constexpr uint32_t kBlocks = HeadDim * RowGroups > 256 ? 1 : 2;  // on a multiprocessor
+  static constexpr uint32_t kSharedBytes = (228 / kBlocks - 1) * 1024;
+
+  // Partial results of a unit: one of each warp of the cluster that has tiles of it.
+  static constexpr uint32_t kSlots = Ranks * kWarps;
+  static constexpr uint32_t kQuads = HeadDim / 4, kSliceQuads = kQuads / Ranks;  // of four elements of a row
+  static_assert(kSlots <= kLanes && kSliceQuads >= 1);
+
+  // What a block receives of a unit's partial results, its slice of each row: rows of slots of quads, then
+  // pairs of rows of slots of two maxima and two sums.
+  static constexpr uint32_t received_quads(uint32_t rows) {
+    return kSlots * (rows * kSliceQuads + (rows + 1) / 2);
+  }
+  static constexpr uint32_t kReceivedBytes = received_quads(8 * RowGroups) * 16;
+  static constexpr uint32_t kMostBuffers = 4;
+  static constexpr uint32_t kUnits = 8;  // that the copying warp may be ahead
+  static constexpr uint32_t kOtherBytes = 2048;
+  // Each is of one warp: who waits for a copy into a stage has seen the one before it.
+  static constexpr uint32_t kStages =
+      (kSharedBytes - kReceivedBytes - kOtherBytes) / kTileBytes / kWarps * kWarps;
+  static_assert(kStages >= kWarps);
 };
 
 }  // namespace nibble::attention::units

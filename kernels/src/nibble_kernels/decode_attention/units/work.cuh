@@ -1,8 +1,8 @@
 // The units of a batch, in order, and their tiles on their way to shared memory.
 //
-// A unit is a split of a sequence for `Form::kHeads` KV heads and a tile of rows. Heads come first, then
-// splits, then sequences: blocks that run at a time read the same pages. Block i has the units i, i + blocks,
-// ...
+// A unit is a split of a sequence for a KV head and a tile of rows. Heads come first, then splits, then
+// sequences: clusters that run at a time read the same pages. Cluster i has the units i, i + clusters, ... The
+// tiles of all of its units go around the warps of its blocks: first to all blocks, then to their next warps.
 #pragma once
 
 #include "decode_attention/units/division.h"
@@ -16,41 +16,42 @@ struct Unit {
   uint32_t first, length;         // tokens that queries see
   uint32_t query_begin, queries;  // of the sequence
   uint32_t sequence, head, row_tile;
-  uint32_t slot, next_slot;  // of the first split's first head; how far the next split's is
+  uint32_t slot, next_slot;  // in global memory, of the first split; how far the next split's is
+  uint32_t first_warp;       // of the cluster: it has the first tile
 };
 
 template <class Form>
 struct Shared {
-  alignas(1024) uint8_t ring[Form::kStages * Form::kStageBytes];
-  alignas(16) uint8_t sums[Form::kSumBytes];  // of each warp, for an eight of rows
-  float maxima[Form::kWarps][8], totals[Form::kWarps][8];
+  alignas(1024) uint8_t ring[Form::kStages * Form::kTileBytes];
+  alignas(16) uint8_t received[Form::kReceivedBytes];  // buffers, as many as there is room for
   Unit units[Form::kUnits];
   uint64_t full[Form::kStages], empty[Form::kStages];     // stages of the ring
   uint64_t known[Form::kUnits], forgotten[Form::kUnits];  // places of units
-  uint64_t added;                                         // sums may be written again
+  uint64_t got[Form::kMostBuffers];                       // a unit's partial results are all there
+  uint64_t free[Form::kMostBuffers];                      // in all blocks of the cluster
 };
 
 // Goes around places with barriers in shared memory.
-template <uint32_t Places>
 struct Place {
   uint32_t number = 0, parity = 0;
-  __device__ __forceinline__ void advance(uint32_t by) {  // at most `Places`
+  __device__ __forceinline__ void advance(uint32_t by, uint32_t places) {  // by: at most `places`
     number += by;
-    if (number >= Places) number -= Places, parity ^= 1;
-  }
-  __device__ __forceinline__ void advance_far(uint32_t by) {
-    const uint32_t far = number + by, rounds = far / Places;
-    number = far - rounds * Places;
-    parity ^= rounds & 1;
+    if (number >= places) number -= places, parity ^= 1;
   }
 };
 
+__device__ __forceinline__ void wait_for(uint64_t& barrier, uint32_t parity) {
+  instruction::wait_for_phase(instruction::shared_place(&barrier), parity);
+}
+__device__ __forceinline__ void wait_for_cluster(uint64_t& barrier, uint32_t parity) {
+  instruction::wait_for_phase<true>(instruction::shared_place(&barrier), parity);
+}
+
 // Finds units in rising order. Each lane has one of 32 sequences.
-template <class Form>
 class Finder {
  public:
   __device__ __forceinline__ explicit Finder(const Problem& p)
-      : p_(p), pairs_(p.kv_heads / Form::kHeads * row_tiles_of(p)) {
+      : p_(p), pairs_(p.kv_heads * row_tiles_of(p)) {
     load();
   }
 
@@ -100,17 +101,18 @@ class Finder {
     unit.queries = __shfl_sync(~0u, queries_, owner);
     const uint32_t in_sequence = number - before, row_tiles = row_tiles_of(p_);
     unit.split = in_sequence / pairs_;
-    const uint32_t pair = in_sequence - unit.split * pairs_, heads = pair / row_tiles;
-    unit.row_tile = pair - heads * row_tiles;
-    unit.head = heads * Form::kHeads;
+    const uint32_t pair = in_sequence - unit.split * pairs_;
+    unit.head = pair / row_tiles;
+    unit.row_tile = pair - unit.head * row_tiles;
     unit.sequence = sequence_ + owner;
-    unit.slot = (before + pair) * Form::kHeads;
-    unit.next_slot = pairs_ * Form::kHeads;
+    unit.slot = before + pair;
+    unit.next_slot = pairs_;
     const uint32_t from = first_tile(all, unit.splits, unit.split);
     unit.begin = unit.first / kTile * kTile + from * kTile;
     unit.tiles = first_tile(all, unit.splits, unit.split + 1) - from;
     // A sequence with fewer queries than others has no rows in the last tiles of them.
     if (unit.row_tile * kRows >= p_.group * unit.queries) unit.tiles = 0;
+    unit.first_warp = 0;
     return unit;
   }
 
@@ -121,73 +123,84 @@ class Finder {
   Span span_;
 };
 
-// The warp that copies: the block's units, and their tiles.
+// The warp that copies: its cluster's units, and those of their tiles that its block has.
 template <class Form>
 class Copier {
  public:
   __device__ __forceinline__ Copier(const Problem& p, const CUtensorMap& map, Shared<Form>& shared)
-      : p_(p), map_(map), shared_(shared) {}
+      : p_(p), map_(map), shared_(shared), rank_(instruction::cluster_rank()) {}
 
   __device__ __forceinline__ void run() {
-    Finder<Form> finder(p_);
-    for (uint32_t number = blockIdx.x;; number += gridDim.x) {
-      const Unit unit = finder.find(number);
-      look_up_pages(unit, 0);
+    if (!p_.is_early) wait_for_previous();
+    Finder finder(p_);
+    const uint32_t clusters = gridDim.x / Form::kRanks;
+    uint32_t first_warp = 0;
+    for (uint32_t number = blockIdx.x / Form::kRanks;; number += clusters) {
+      Unit unit = finder.find(number);
+      unit.first_warp = first_warp;
+      const uint32_t first = (rank_ - first_warp) % Form::kRanks;  // of the tiles
+      look_up_pages(unit, first);
       announce(unit);
       if (unit.splits == 0) return;
-      for (uint32_t tile = 0; tile < unit.tiles; ++tile) {
-        if (tile % kLanes == 0 && tile != 0) look_up_pages(unit, tile);
-        copy(unit, tile);
+      for (uint32_t tile = first, i = 0; tile < unit.tiles; tile += Form::kRanks, ++i) {
+        if (i % kLanes == 0 && i != 0) look_up_pages(unit, tile);
+        copy(unit, tile, i % kLanes);
       }
+      first_warp = (first_warp + unit.tiles) % Form::kSlots;
     }
   }
 
  private:
   static __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % kLanes == 0; }
 
-  __device__ __forceinline__ void announce(const Unit& unit) {
-    const uint32_t place = place_.number;
-    instruction::wait_for_phase(instruction::shared_place(&shared_.forgotten[place]), place_.parity ^ 1);
-    if (is_first_lane()) {
-      shared_.units[place] = unit;
-      instruction::arrive(instruction::shared_place(&shared_.known[place]));
-    }
-    __syncwarp();
-    place_.advance(1);
+  __device__ __forceinline__ void wait_for_previous() {
+    if (!waited_) instruction::wait_for_previous_kernel();
+    waited_ = true;
   }
 
-  // Each lane has the page of one of the next 32 tiles.
+  __device__ __forceinline__ void announce(const Unit& unit) {
+    if (is_first_lane()) {
+      wait_for(shared_.forgotten[place_.number], place_.parity ^ 1);
+      shared_.units[place_.number] = unit;
+      instruction::arrive(instruction::shared_place(&shared_.known[place_.number]));
+    }
+    __syncwarp();
+    place_.advance(1, Form::kUnits);
+  }
+
+  // Each lane has the page of one of this block's next 32 tiles.
   __device__ __forceinline__ void look_up_pages(const Unit& unit, uint32_t tile) {
-    const uint32_t own = tile + threadIdx.x % kLanes;
+    const uint32_t own = tile + threadIdx.x % kLanes * Form::kRanks;
     if (own >= unit.tiles) return;
     const uint32_t token = unit.begin + own * kTile, index = token / p_.tokens_per_page;
     page_ = __ldg(p_.pages + static_cast<int64_t>(unit.sequence) * p_.pages_stride + index);
     in_page_ = token - index * p_.tokens_per_page;
   }
 
-  __device__ __forceinline__ void copy(const Unit& unit, uint32_t tile) {
-    const uint32_t page =
-                       static_cast<uint32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), tile % kLanes)),
-                   in_page = __shfl_sync(~0u, in_page_, tile % kLanes);
-    const uint32_t stage = stage_.number;
-    instruction::wait_for_phase(instruction::shared_place(&shared_.empty[stage]), stage_.parity ^ 1);
+  __device__ __forceinline__ void copy(const Unit& unit, uint32_t tile, uint32_t owner) {
+    const uint32_t page = static_cast<uint32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), owner)),
+                   in_page = __shfl_sync(~0u, in_page_, owner), stage = stage_.number;
+    if (unit.begin + (tile + 1) * kTile + unit.queries > unit.length) wait_for_previous();
+    // One lane alone: after its copy the next phase may be over before another lane looks.
     if (is_first_lane()) {
+      wait_for(shared_.empty[stage], stage_.parity ^ 1);
       const instruction::SharedPlace full = instruction::shared_place(&shared_.full[stage]);
-      instruction::arrive_expecting(full, Form::kStageBytes);
-      instruction::copy_tokens(instruction::shared_place(shared_.ring + stage * Form::kStageBytes), map_,
+      instruction::arrive_expecting(full, Form::kTileBytes);
+      instruction::copy_tokens(instruction::shared_place(shared_.ring + stage * Form::kTileBytes), map_,
                                in_page, unit.head, page, full);
     }
     __syncwarp();
-    stage_.advance(1);
+    stage_.advance(1, Form::kStages);
   }
 
   const Problem& p_;
   const CUtensorMap& map_;
   Shared<Form>& shared_;
-  Place<Form::kStages> stage_;
-  Place<Form::kUnits> place_;
+  const uint32_t rank_;
+  Place stage_, place_;
   int32_t page_ = 0;
   uint32_t in_page_ = 0;
+  bool waited_ = false;
 };
 
 }  // namespace nibble::attention::units

@@ -168,12 +168,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// A barrier of the first `Threads` threads of a block.
-template <uint32_t Threads>
-__device__ __forceinline__ void meet_threads() {
-  asm volatile("barrier.sync 1, %0;" ::"n"(Threads) : "memory");
-}
-
 // Of the thread blocks of a cluster, whose shared memory all of them may read between two barriers.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;

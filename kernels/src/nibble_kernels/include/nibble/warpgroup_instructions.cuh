@@ -96,7 +96,7 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-// A box of a map of five dimensions: chunks of some tokens of a page and of some of its heads.
+// A box of a map of five dimensions: all chunks of some tokens of a page and one of its heads.
 __device__ __forceinline__ void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head,
                                             uint32_t page, SharedPlace barrier) {
   asm volatile(
@@ -116,6 +116,19 @@ __device__ __forceinline__ void store_at_rank(SharedPlace to, uint32_t rank, con
       "st.shared::cluster.v4.f32 [place], {%2, %3, %4, %5};\n\t"
       "}" ::"r"(to),
       "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
+}
+// The same, and its 16 bytes arrive at the barrier of this place there.
+__device__ __forceinline__ void send_to_rank(SharedPlace to, uint32_t rank, SharedPlace barrier,
+                                             const float4& value) {
+  asm volatile(
+      "{\n\t"
+      ".reg .u32 place, at;\n\t"
+      "mapa.shared::cluster.u32 place, %0, %2;\n\t"
+      "mapa.shared::cluster.u32 at, %1, %2;\n\t"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%3, %4, %5, %6}, [at];\n\t"
+      "}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
       : "memory");
 }
 __device__ __forceinline__ void store_shared(SharedPlace to, const uint4& value) {
