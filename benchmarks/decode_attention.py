@@ -6,19 +6,22 @@ Keys and values lie in vLLM 0.32's storage [pages, tokens, KV heads, 2 D], pages
 at random from a pool. Each call of a graph reads other pages, and the second cache is emptied
 before each replay. It needs vLLM with FlashAttention 3 and FlashInfer, which compiles its kernels
 for a minute, and nibble-kernels compiled for this GPU. `--divisions` compares divisions of a
-sequence, and forms of the kernel (units/cache_map.h), in the same turns.
+sequence, and forms of the kernel (units/cache_map.h), in the same turns. Another process computes:
+if a kernel ends it, the results name the kernel, and a new process goes on without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -238,13 +241,16 @@ def capture(call: Call, tables: list[Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
+def microseconds(
+    graphs: dict[str, torch.cuda.CUDAGraph], calls: int, begins: Callable[[str], None]
+) -> dict[str, float]:
     evict = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     found: dict[str, list[float]] = {name: [] for name in graphs}
     start, end = torch.cuda.Event(True), torch.cuda.Event(True)
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
             evict.zero_()
+            begins(name)
             start.record()
             graph.replay()
             end.record()
@@ -253,19 +259,25 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[st
     return {name: round(statistics.median(times), 2) for name, times in found.items()}
 
 
-def measure(b: Batch, calls: dict[str, Call], read: float) -> dict[str, Any]:
-    """A row of the JSON: times, and the largest difference from the first kernel's result."""
+def measure(
+    b: Batch, calls: dict[str, Call], read: float, begins: Callable[[str], None]
+) -> dict[str, Any]:
+    """A row of the JSON: times, and the largest difference from the first kernel's result. It says
+    which kernel begins.
+    """
     graphs, results = {}, {}
     for name, call in calls.items():
+        begins(name)
         try:
             call(b.tables[0])
             results[name] = b.out.float().clone()
+            torch.cuda.synchronize()
             graphs[name] = capture(call, b.tables)
         except Exception as error:  # a kernel that cannot run leaves the others
             print(name, repr(error)[:200], flush=True)
             if "CUDA" in repr(error) or "cuda" in repr(error):
                 raise
-    us = microseconds(graphs, len(b.tables))
+    us = microseconds(graphs, len(b.tables), begins)
     first = next(iter(results.values()))
     apart = {name: float((found - first).abs().max()) for name, found in results.items()}
     least = b.kv_bytes / read * 1e6
@@ -321,31 +333,87 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass
+class Task:
+    """A batch that is left to measure."""
+
+    kv: str
+    head_dim: int
+    batch: int
+    context: int
+
+
+def compute(
+    messages: Connection, tasks: list[Task], divisions: dict[str, list[int]], others: list[str],
+    without: set[str],
+) -> None:  # fmt: skip
+    """Send what begins, and rows."""
+    torch.manual_seed(0)
+    read = read_bandwidth()
+    messages.send(("about", about(read)))
+    form, pool = None, None
+    for task in tasks:
+        if form != (task.kv, task.head_dim):
+            form, pool = (task.kv, task.head_dim), None
+            torch.cuda.empty_cache()
+            pool = make_pool(task.head_dim, FP8 if task.kv == "fp8" else torch.bfloat16)
+        assert pool is not None
+        b = make_batch(pool, task.batch, task.context, read)
+        calls = {name: nibble(b, *values) for name, values in divisions.items()}
+        calls |= _others(b, others)
+        calls = {name: call for name, call in calls.items() if name not in without}
+        row = measure(b, calls, read, lambda name: messages.send(("begins", name)))
+        messages.send(("row", row))
+
+
 def main() -> None:
     given = parse()
-    torch.manual_seed(0)
     end = time.monotonic() + given.seconds
-    read = read_bandwidth()
     divisions = {
-        name: tuple(int(n) for n in values.split(","))
+        name: [int(n) for n in values.split(",")]
         for name, _, values in (one.partition("=") for one in given.divisions)
     }
-    result: dict[str, Any] = {**about(read), "divisions": divisions, "rows": []}
     forms = given.forms or [f"{kv}:{dim}" for kv in given.kv for dim in given.head_dims]
     grid = [tuple(int(n) for n in one.split("x")) for one in given.grid or ()] or GRID
-    for kv, _, head_dim in (form.partition(":") for form in forms):
-        pool = make_pool(int(head_dim), FP8 if kv == "fp8" else torch.bfloat16)
-        for batch, context in grid:
-            if time.monotonic() > end:
-                break
-            b = make_batch(pool, batch, context, read)
-            calls = {name: nibble(b, *values) for name, values in divisions.items()}
-            calls |= _others(b, given.others)
-            result["rows"].append(row := measure(b, calls, read))
-            print(json.dumps(row), flush=True)
+    tasks = [
+        Task(kv, int(dim), batch, context)
+        for kv, _, dim in (form.partition(":") for form in forms)
+        for batch, context in grid
+    ]
+    result: dict[str, Any] = {"divisions": divisions, "failed": [], "rows": []}
+    without: set[str] = set()
+    processes = multiprocessing.get_context("spawn")
+    while tasks and time.monotonic() < end:
+        ours, theirs = processes.Pipe(duplex=False)
+        process = processes.Process(
+            target=compute, args=(theirs, tasks, divisions, given.others, without)
+        )
+        process.start()
+        theirs.close()
+        name = ""
+        try:
+            while ours.poll(max(0, end - time.monotonic())):
+                kind, value = ours.recv()
+                if kind == "begins":
+                    name = value
+                elif kind == "about":
+                    result = value | result
+                else:
+                    result["rows"].append(value)
+                    tasks = tasks[1:]
+                    print(json.dumps(value), flush=True)
+                given.out.write_text(json.dumps(result, indent=1) + "\n")
+        except EOFError:
+            process.join()
+            if process.exitcode == 0:
+                return
+            if not name:
+                raise SystemExit("the process ended before a kernel began") from None
+            result["failed"].append({"name": name, **vars(tasks[0])})
+            print("failed", name, tasks[0], flush=True)
             given.out.write_text(json.dumps(result, indent=1) + "\n")
-        del pool
-        torch.cuda.empty_cache()
+            without.add(name)
+        process.kill()
 
 
 def _others(b: Batch, names: list[str]) -> dict[str, Call]:

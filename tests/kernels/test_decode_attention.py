@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.kernels.attention_cases import Case, assert_close, make_case
 
-FORMS = range(5)
+FORMS = range(4)  # cache_map.h
 SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
 
@@ -69,7 +69,7 @@ def test_the_kernel_is_within_its_roundings(kernels: ModuleType) -> None:
     for case in cases():
         expected, here = exact(case), case.on("cuda")
         for form, chunk in itertools.product(FORMS, (64, 512)):
-            found = attend(here, least_chunk=chunk, undivided=chunk, form=form)
+            found = attend(here, least_chunk=chunk, undivided=2 * chunk, form=form)
             assert_close(found, expected, case)
 
 

@@ -20,6 +20,10 @@ from tests.support.kernels.attention_cases import FP8, Case, assert_close, make_
 from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 
 BLOCKS = 5
+# The kernel's form, when copies are over, and whether the kernel before it writes queries and new
+# tokens alone.
+FORMS = [(form, speed, "waits") for form in (0, 1) for speed in ("at once", "late")]
+FORMS += [(1, "late", "early"), (2, "late", "early"), (3, "late", "early")]
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
 pytestmark = [
@@ -57,13 +61,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return found
 
 
-@pytest.fixture(params=[(form, late) for form in range(3) for late in (False, True)])
+@pytest.fixture(params=FORMS, ids=[" ".join(map(str, form)) for form in FORMS])
 def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
     def call(
         case: Case, *, small: bool = False, least_chunk: int = 64, most_splits: int = 64
     ) -> tuple[Tensor, Tensor]:
-        form, is_late = request.param
+        form, speed, order = request.param
         out, lse, problem, kept = problem_of(case, least_chunk, most_splits)
+        problem.is_early = order == "early"
         library.attend_on_the_host(
             ctypes.byref(problem),
             case.query.shape[-1],
@@ -72,7 +77,7 @@ def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
             form,
             case.cache.shape[0],
             BLOCKS,
-            is_late,
+            speed == "late",
         )
         assert not kept["counters"].any(), "a counter is not zero for the next call"
         return out, lse

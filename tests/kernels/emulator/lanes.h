@@ -27,7 +27,7 @@ inline bool emulated_is_late;
 inline std::vector<std::function<void()>> emulated_copies;
 
 // Every seventh copy is over when many that began after it are used.
-inline constexpr uint32_t kSlowCopy = 7, kSlowRounds = 3000;
+inline constexpr uint32_t kSlowCopy = 7, kSlowRounds = 1000;
 struct SlowCopy {
   uint32_t round;
   std::function<void()> end;
@@ -41,6 +41,17 @@ inline void end_later(std::function<void()> copy) {
   } else {
     emulated_copies.push_back(std::move(copy));
   }
+}
+
+// The kernel before this one, which ends with f().
+inline bool emulated_previous_kernel_runs;
+inline void run_previous_kernel(std::function<void()> f) {
+  if (!emulated_is_late) return f();
+  emulated_previous_kernel_runs = true;
+  emulated_slow_copies.push_back({emulated_round + kSlowRounds, [f = std::move(f)] {
+                                    f();
+                                    emulated_previous_kernel_runs = false;
+                                  }});
 }
 
 class EmulatedLanes {

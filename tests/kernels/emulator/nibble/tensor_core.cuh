@@ -398,7 +398,9 @@ void wait_for_copies() {
     groups.pop_front();
   }
 }
-inline void wait_for_previous_kernel() {}
+inline void wait_for_previous_kernel() {
+  EmulatedLanes::wait_until([] { return !emulated_previous_kernel_runs; });
+}
 inline void let_next_kernel_start() {}
 
 }  // namespace nibble::instruction

@@ -375,78 +375,82 @@ class Attention {
 
   __device__ __forceinline__ void add_slots(const Unit& unit, const float4* from, uint32_t slots,
                                             uint32_t row) const {
-    float weights[1] = {-INFINITY}, totals[1] = {0};
-    if (lane() < slots) {
-      const float4 stats = from[stats_place(row / 2, lane())];
-      weights[0] = row % 2 == 0 ? stats.x : stats.y, totals[0] = row % 2 == 0 ? stats.z : stats.w;
+    constexpr uint32_t kEach = Form::kSlots / kLanes;
+    float maxima[kEach], totals[kEach];
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const uint32_t slot = i * kLanes + lane();
+      const float4 stats = slot < slots ? from[stats_place(row / 2, slot)]
+                                        : make_float4(-INFINITY, -INFINITY, 0, 0);
+      maxima[i] = row % 2 == 0 ? stats.x : stats.y, totals[i] = row % 2 == 0 ? stats.z : stats.w;
     }
-    const Weighed weighed = weigh_parts(weights, totals);
-    const float4 sum = add_parts(weights, slots, [&](uint32_t slot, uint32_t quad) {
+    const Sum sum = add_parts(maxima, totals, slots, [&](uint32_t slot, uint32_t quad) {
       return from[quad_place(row, slot, quad)];
     });
     if (unit.splits == 1) {
-      write_row(place_of(unit, row), weighed, sum);
+      write_row(place_of(unit, row), sum);
     } else {
-      write_partial(unit, row, weighed, sum);
+      write_partial(unit, row, sum);
     }
   }
 
-  struct Weighed {
+  // Of a row's slice. Each lane has the quad of its number.
+  struct Sum {
     float maximum, total;
+    float4 quad;
   };
 
-  // Lanes have the maxima and sums of a row's parts, 32 after 32. Maxima become what parts are multiplied by.
-  template <uint32_t Count>
-  static __device__ __forceinline__ Weighed weigh_parts(float (&maxima)[Count], const float (&totals)[Count]) {
-    float maximum = maxima[0], total = 0;
-#pragma unroll
-    for (uint32_t i = 1; i < Count; ++i) maximum = fmaxf(maximum, maxima[i]);
-#pragma unroll
-    for (uint32_t mask = 1; mask < kLanes; mask *= 2) maximum = fmaxf(maximum, shuffled(maximum, mask));
-    const float base = maximum == -INFINITY ? 0 : maximum;
-#pragma unroll
-    for (uint32_t i = 0; i < Count; ++i) {
-      maxima[i] = instruction::power_of_two(maxima[i] - base);
-      total = fmaf(totals[i], maxima[i], total);
-    }
-#pragma unroll
-    for (uint32_t mask = 1; mask < kLanes; mask *= 2) total += shuffled(total, mask);
-    return {maximum, total};
-  }
-
-  // The sum of load(part, quad of the slice) times its weight; each lane has the quad of its number.
+  // Lanes have the maxima and totals of a row's parts, 32 after 32; load(part, quad of the slice).
   template <uint32_t Count, class F>
-  static __device__ __forceinline__ float4 add_parts(const float (&weights)[Count], uint32_t parts, F&& load) {
+  static __device__ __forceinline__ Sum add_parts(float (&maxima)[Count], const float (&totals)[Count],
+                                                  uint32_t parts, F&& load) {
     constexpr uint32_t kAtOnce = kLanes / kSliceQuads;
-    const uint32_t own = lane() / kSliceQuads, quad = lane() % kSliceQuads;
-    float4 sum = make_float4(0, 0, 0, 0);
+    const uint32_t own = lane() / kSliceQuads, number = lane() % kSliceQuads;
+    Sum sum{maxima[0], 0, make_float4(0, 0, 0, 0)};
+#pragma unroll
+    for (uint32_t i = 1; i < Count; ++i) sum.maximum = fmaxf(sum.maximum, maxima[i]);
+    sum.maximum = maximum_of_warp(sum.maximum);
+    const float base = sum.maximum == -INFINITY ? 0 : sum.maximum;
+#pragma unroll
+    for (uint32_t i = 0; i < Count; ++i) maxima[i] = instruction::power_of_two(maxima[i] - base);
+    float4& quad = sum.quad;
 #pragma unroll
     for (uint32_t i = 0; i < Count; ++i) {
       if (i * kLanes >= parts) break;
 #pragma unroll
       for (uint32_t in = 0; in < kLanes; in += kAtOnce) {
-        const float weight = __shfl_sync(~0u, weights[i], in + own);
+        const float weight = __shfl_sync(~0u, maxima[i], in + own);
+        sum.total = fmaf(__shfl_sync(~0u, totals[i], in + own), weight, sum.total);
         const uint32_t part = i * kLanes + in + own;
-        const float4 some = part < parts ? load(part, quad) : make_float4(0, 0, 0, 0);
-        sum.x = fmaf(some.x, weight, sum.x), sum.y = fmaf(some.y, weight, sum.y);
-        sum.z = fmaf(some.z, weight, sum.z), sum.w = fmaf(some.w, weight, sum.w);
+        const float4 some = part < parts ? load(part, number) : make_float4(0, 0, 0, 0);
+        quad.x = fmaf(some.x, weight, quad.x), quad.y = fmaf(some.y, weight, quad.y);
+        quad.z = fmaf(some.z, weight, quad.z), quad.w = fmaf(some.w, weight, quad.w);
       }
     }
 #pragma unroll
     for (uint32_t mask = kSliceQuads; mask < kLanes; mask *= 2) {
-      sum.x += shuffled(sum.x, mask), sum.y += shuffled(sum.y, mask);
-      sum.z += shuffled(sum.z, mask), sum.w += shuffled(sum.w, mask);
+      sum.total += shuffled(sum.total, mask);
+      quad.x += shuffled(quad.x, mask), quad.y += shuffled(quad.y, mask);
+      quad.z += shuffled(quad.z, mask), quad.w += shuffled(quad.w, mask);
     }
     return sum;
   }
 
-  __device__ __forceinline__ void write_row(const RowPlace& place, const Weighed& weighed,
-                                            const float4& sum) const {
-    const float factor = finish_row(place, weighed.maximum, weighed.total);
+  // In one instruction for the warp, by whole numbers in the order of the floats.
+  static __device__ __forceinline__ float maximum_of_warp(float x) {
+    constexpr uint32_t kSign = 1u << 31;
+    const uint32_t bits = __float_as_uint(x);
+    const uint32_t most = __reduce_max_sync(~0u, bits & kSign ? ~bits : bits | kSign);
+    return __uint_as_float(most & kSign ? most ^ kSign : ~most);
+  }
+
+  __device__ __forceinline__ void write_row(const RowPlace& place, const Sum& sum) const {
+    const float factor = finish_row(place, sum.maximum, sum.total);
     if (lane() >= kSliceQuads) return;
     uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(place) * kDim);
-    out[rank_ * kSliceQuads + lane()] = uint2{pair_of(sum.x * factor, sum.y * factor, false),
-                                              pair_of(sum.z * factor, sum.w * factor, false)};
+    out[rank_ * kSliceQuads + lane()] =
+        uint2{pair_of(sum.quad.x * factor, sum.quad.y * factor, false),
+              pair_of(sum.quad.z * factor, sum.quad.w * factor, false)};
   }
 
   __device__ __forceinline__ size_t row_of(const RowPlace& place) const {
@@ -482,12 +486,11 @@ class Attention {
 
   // This block's slice of a row of this split. Each block of the cluster also writes the row's maximum and sum,
   // the same ones.
-  __device__ __forceinline__ void write_partial(const Unit& unit, uint32_t row, const Weighed& weighed,
-                                                const float4& sum) const {
+  __device__ __forceinline__ void write_partial(const Unit& unit, uint32_t row, const Sum& sum) const {
     const uint32_t rows = slot_rows(p_);
     float* const own = split_place(unit, unit.split);
-    if (lane() < kSliceQuads) reinterpret_cast<float4*>(own)[slice_place(row) + lane()] = sum;
-    if (lane() == 0) own[rows * kDim + row] = weighed.maximum, own[rows * kDim + rows + row] = weighed.total;
+    if (lane() < kSliceQuads) reinterpret_cast<float4*>(own)[slice_place(row) + lane()] = sum.quad;
+    if (lane() == 0) own[rows * kDim + row] = sum.maximum, own[rows * kDim + rows + row] = sum.total;
     __threadfence();
     __syncwarp();
     uint32_t is_last = 0;
@@ -507,20 +510,19 @@ class Attention {
     const size_t stride = size_t{unit.next_slot} * partial_floats(p_, kDim);
     const float* const first = split_place(unit, 0);
     constexpr uint32_t kEach = kMostSplits / kLanes;
-    float weights[kEach], totals[kEach];
+    float maxima[kEach], totals[kEach];
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
       const uint32_t split = i * kLanes + lane();
       const float* const stats = first + split * stride + rows * kDim + row;
-      weights[i] = split < splits ? __ldcg(stats) : -INFINITY;
+      maxima[i] = split < splits ? __ldcg(stats) : -INFINITY;
       totals[i] = split < splits ? __ldcg(stats + rows) : 0;
     }
-    const Weighed weighed = weigh_parts(weights, totals);
     const float4* const slices = reinterpret_cast<const float4*>(first) + slice_place(row);
-    const float4 sum = add_parts(weights, splits, [&](uint32_t split, uint32_t quad) {
+    const Sum sum = add_parts(maxima, totals, splits, [&](uint32_t split, uint32_t quad) {
       return __ldcg(slices + split * (stride / 4) + quad);
     });
-    write_row(place_of(unit, row), weighed, sum);
+    write_row(place_of(unit, row), sum);
   }
 
   const Problem& p_;

@@ -19,8 +19,9 @@ NIBBLE_FUNCTION uint32_t first_tile(uint32_t tiles, uint32_t splits, uint32_t sp
   return tiles * split / splits;
 }
 
-// RowGroups: eights of rows. Ranks: blocks of a cluster.
-template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups, uint32_t Ranks>
+// RowGroups: eights of rows. Ranks: blocks of a cluster. A block's warps: those that multiply, those that add,
+// and one that copies.
+template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups, uint32_t Ranks, uint32_t Warps, uint32_t Adders>
 struct Form {
   static constexpr uint32_t kHeadDim = HeadDim, kRowGroups = RowGroups, kRanks = Ranks;
   static constexpr bool kIsFp8 = IsFp8;
@@ -32,8 +33,7 @@ struct Form {
   static constexpr uint32_t kLoad = HeadDim * kElement / 8 < 16 ? 8 : 16;  // bytes of a value at a time
   static constexpr uint32_t kLoads = HeadDim * kElement / 8 / kLoad, kPerLoad = kLoad / kElement;
 
-  // A block's warps: those that multiply, those that add, and one that copies.
-  static constexpr uint32_t kWarps = 4, kAdders = 3;
+  static constexpr uint32_t kWarps = Warps, kAdders = Adders;
   static constexpr uint32_t kThreads = (kWarps + kAdders + 1) * kLanes;
   static constexpr uint32_t kBlocks = HeadDim * RowGroups > 256 ? 1 : 2;  // on a multiprocessor
   static constexpr uint32_t kSharedBytes = (228 / kBlocks - 1) * 1024;
@@ -41,7 +41,7 @@ struct Form {
   // Partial results of a unit: one of each warp of the cluster that has tiles of it.
   static constexpr uint32_t kSlots = Ranks * kWarps;
   static constexpr uint32_t kQuads = HeadDim / 4, kSliceQuads = kQuads / Ranks;  // of four elements of a row
-  static_assert(kSlots <= kLanes && kSliceQuads >= 1);
+  static_assert(kSlots % kLanes == 0 && kSliceQuads >= 1);
 
   // What a block receives of a unit's partial results, its slice of each row: rows of slots of quads, then
   // pairs of rows of slots of two maxima and two sums.

@@ -74,9 +74,12 @@ cudaError_t launch_form(const Problem& p, int device, const CacheMap& cache, cud
 
 template <uint32_t HeadDim, bool IsFp8>
 cudaError_t launch_size(const Problem& p, int form, int device, const CacheMap& cache, cudaStream_t stream) {
-  if (slot_rows(p) > 8) return launch_form<Form<HeadDim, IsFp8, 2, 8>>(p, device, cache, stream);
-  if (form == 2) return launch_form<Form<HeadDim, IsFp8, 1, 4>>(p, device, cache, stream);
-  return launch_form<Form<HeadDim, IsFp8, 1, 8>>(p, device, cache, stream);
+  if (slot_rows(p) > 8) return launch_form<Form<HeadDim, IsFp8, 2, 8, 4, 3>>(p, device, cache, stream);
+  if constexpr (HeadDim == 128) {
+    if (form == 2) return launch_form<Form<HeadDim, IsFp8, 1, 8, 8, 1>>(p, device, cache, stream);
+    if (form == 3) return launch_form<Form<HeadDim, IsFp8, 1, 4, 8, 1>>(p, device, cache, stream);
+  }
+  return launch_form<Form<HeadDim, IsFp8, 1, 8, 4, 3>>(p, device, cache, stream);
 }
 
 template <bool IsFp8>
