@@ -80,9 +80,12 @@ void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tenso
                             static_cast<uint64_t>(p.page_stride),
                             static_cast<uint64_t>(p.head_stride),
                             static_cast<uint64_t>(p.token_stride)};
+  Gpu gpu;
+  check(find_gpu(device, gpu));
+  const bool is_small = gpu.shared_bytes < kLargeSharedBytes;  // as of SM12x, whose targets have form 0 alone
   for (uint32_t done = 0; done < sequences; done += p.sequences) {
     p.sequences = std::min(sequences - done, at_a_time);
-    if (form == 0) {
+    if (form == 0 || is_small) {
       check(launch(p, head_dim, is_fp8, device, stream));
     } else {
       check((is_fp8 ? units::launch_fp8 : units::launch_bf16)(p, map, head_dim, form, device, stream));
