@@ -8,6 +8,8 @@ before each replay. It needs vLLM with FlashAttention 3 and FlashInfer, which co
 for a minute, and nibble-kernels compiled for this GPU. `--divisions` compares divisions of a
 sequence, and forms of the kernel (units/cache_map.h), in the same turns. Another process computes:
 if a kernel ends it, the results name the kernel, and a new process goes on without it.
+`--front` has the kernel before attention in front of each call, which writes queries and the last
+token, and counts its time.
 """
 
 from __future__ import annotations
@@ -224,6 +226,33 @@ OTHERS: dict[str, Callable[[Batch], Call]] = {
     "triton": triton,
 }
 
+
+def after_front(b: Batch, call: Call, rounds_queries: bool) -> Call:
+    """The call with nibble's kernel before attention in front of it. FlashAttention 3 takes the
+    queries rounded to FP8 with an FP8 cache; it reads others then, of which the time is the same.
+    """
+    from nibble_kernels.attention_front import attention_front
+
+    heads, kv_heads = b.query.shape[1], b.cache.shape[2]
+    qkv = torch.randn(b.batch, (heads + 2 * kv_heads) * b.head_dim, device="cuda").bfloat16()
+    cos_sin = torch.randn(b.context, b.head_dim, device="cuda").bfloat16()
+    positions = torch.full((b.batch,), b.context - 1, device="cuda")
+    last = {table.data_ptr(): table[:, (b.context - 1) // PAGE].long() * PAGE for table in b.tables}
+    slots = {place: first + (b.context - 1) % PAGE for place, first in last.items()}
+    one = torch.ones(1, device="cuda") if b.is_fp8 else None
+    q = torch.empty_like(b.query, dtype=FP8) if rounds_queries else b.query
+
+    def both(table: Tensor) -> None:
+        attention_front(
+            qkv, positions, cos_sin, heads=heads, kv_heads=kv_heads,
+            slots=slots[table.data_ptr()], cache=b.cache.transpose(1, 2), k_scale=one, v_scale=one,
+            q_scale=one if rounds_queries else None, out=q.flatten(1),
+        )  # fmt: skip
+        call(table)
+
+    return both
+
+
 # --- times ----------------------------------------------------------------------------------------
 
 
@@ -330,6 +359,7 @@ def parse() -> argparse.Namespace:
         default=["nibble=128,64"],
         help="NAME=LEAST_CHUNK,MOST_SPLITS,UNDIVIDED,FORM,EARLY",
     )
+    parser.add_argument("--front", action="store_true", help="count the kernel before attention")
     return parser.parse_args()
 
 
@@ -345,7 +375,7 @@ class Task:
 
 def compute(
     messages: Connection, tasks: list[Task], divisions: dict[str, list[int]], others: list[str],
-    without: set[str],
+    without: set[str], front: bool,
 ) -> None:  # fmt: skip
     """Send what begins, and rows."""
     torch.manual_seed(0)
@@ -362,6 +392,11 @@ def compute(
         calls = {name: nibble(b, *values) for name, values in divisions.items()}
         calls |= _others(b, others)
         calls = {name: call for name, call in calls.items() if name not in without}
+        if front:
+            calls = {
+                name: after_front(b, call, name == "fa3" and b.is_fp8)
+                for name, call in calls.items()
+            }
         row = measure(b, calls, read, lambda name: messages.send(("begins", name)))
         messages.send(("row", row))
 
@@ -380,13 +415,18 @@ def main() -> None:
         for kv, _, dim in (form.partition(":") for form in forms)
         for batch, context in grid
     ]
-    result: dict[str, Any] = {"divisions": divisions, "failed": [], "rows": []}
+    result: dict[str, Any] = {
+        "divisions": divisions,
+        "front": given.front,
+        "failed": [],
+        "rows": [],
+    }
     without: set[str] = set()
     processes = multiprocessing.get_context("spawn")
     while tasks and time.monotonic() < end:
         ours, theirs = processes.Pipe(duplex=False)
         process = processes.Process(
-            target=compute, args=(theirs, tasks, divisions, given.others, without)
+            target=compute, args=(theirs, tasks, divisions, given.others, without, given.front)
         )
         process.start()
         theirs.close()

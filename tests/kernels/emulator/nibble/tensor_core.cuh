@@ -121,6 +121,13 @@ struct EmulatedBlock {
 struct EmulatedCluster {
   EmulatedBarrier all;
   std::vector<std::vector<uint4>> memory;
+  std::vector<uint32_t> running;  // threads of each block
+
+  void require_running(uint32_t rank) const {
+    if (running[rank] != 0) return;
+    std::fprintf(stderr, "block %u of the cluster is over, and another one reaches into it\n", rank);
+    std::abort();
+  }
 };
 
 inline EmulatedBlock::Lane& emulated_lane(uint32_t lane) {
@@ -378,9 +385,11 @@ inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
 inline void begin_cluster_barrier() {
   emulated_lane(threadIdx.x % 32).cluster_phase = emulated_cluster->all.arrive();
 }
+inline void begin_cluster_barrier_with_barriers() { begin_cluster_barrier(); }
 inline void end_cluster_barrier() { emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase); }
 template <class T>
 T* of_rank(T* own, uint32_t rank) {
+  emulated_cluster->require_running(rank);
   auto& memory = emulated_cluster->memory;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(memory[emulated_block->rank].data());
   const uintptr_t theirs = reinterpret_cast<uintptr_t>(memory[rank].data());

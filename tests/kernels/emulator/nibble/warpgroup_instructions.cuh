@@ -27,6 +27,7 @@ inline uint32_t offset_of(SharedPlace place) {
   std::abort();
 }
 inline SharedPlace place_at_rank(SharedPlace place, uint32_t rank) {
+  emulated_cluster->require_running(rank);
   return reinterpret_cast<uint8_t*>(emulated_cluster->memory[rank].data()) + offset_of(place);
 }
 
@@ -65,6 +66,7 @@ inline void arrive_expecting(SharedPlace barrier, uint32_t bytes) {
 }
 inline void arrive(SharedPlace barrier) { Barrier::at(barrier).arrive(); }
 inline void arrive_at_rank(SharedPlace barrier, uint32_t rank) { arrive(place_at_rank(barrier, rank)); }
+inline void arrive_at_rank_after_reads(SharedPlace barrier, uint32_t rank) { arrive_at_rank(barrier, rank); }
 template <bool Of_cluster = false>
 void wait_for_phase(SharedPlace barrier, uint32_t parity) {
   EmulatedLanes::wait_until([&] { return Barrier::at(barrier).parity != parity; });
@@ -140,9 +142,11 @@ inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value) {
   *reinterpret_cast<float4*>(place_at_rank(to, rank)) = value;
 }
 inline void send_to_rank(SharedPlace to, uint32_t rank, SharedPlace barrier, const float4& value) {
-  begin_copy(place_at_rank(barrier, rank), sizeof(value), [to = place_at_rank(to, rank), value] {
-    std::memcpy(to, &value, sizeof(value));
-  });
+  begin_copy(place_at_rank(barrier, rank), sizeof(value),
+             [to = place_at_rank(to, rank), rank, cluster = emulated_cluster, value] {
+               cluster->require_running(rank);
+               std::memcpy(to, &value, sizeof(value));
+             });
 }
 inline void store_shared(SharedPlace to, const uint4& value) { *reinterpret_cast<uint4*>(to) = value; }
 inline float4 load_shared_floats(SharedPlace place) { return *reinterpret_cast<const float4*>(place); }

@@ -27,8 +27,8 @@ class Attention {
     if (threadIdx.x == 0) instruction::prefetch_map(map_);
     init_barriers();
     __syncthreads();
-    // The cluster's barriers are ready after its second step.
-    instruction::begin_cluster_barrier();
+    // The barriers of all blocks are ready after the second step.
+    instruction::begin_cluster_barrier_with_barriers();
     if (warp() == Form::kWarps) {
       Copier<Form>(p_, map_, shared_).run();
       instruction::end_cluster_barrier();
@@ -41,9 +41,6 @@ class Attention {
         add(warp() - Form::kWarps - 1);
       }
     }
-    // Other blocks may still report that they have read what this one sent.
-    __syncwarp();
-    instruction::cluster_barrier();
   }
 
  private:
@@ -77,15 +74,15 @@ class Attention {
     if (lane() == 0) instruction::arrive(instruction::shared_place(&barrier));
   }
 
-  // f(unit, place of its buffer) for each of the cluster's units.
+  // f(unit, place of its buffer) for each of the cluster's units. Returns the next place.
   template <class F>
-  __device__ __forceinline__ void for_units(F&& f) {
+  __device__ __forceinline__ Place for_units(F&& f) {
     Place place, buffer;
 #pragma unroll 1
     for (;;) {
       wait_for(shared_.known[place.number], place.parity);
       const Unit& unit = shared_.units[place.number];
-      if (unit.splits == 0) return;
+      if (unit.splits == 0) return buffer;
       f(unit, buffer);
       buffer.advance(1, buffers_);
       arrive(shared_.forgotten[place.number]);
@@ -102,7 +99,7 @@ class Attention {
 
   __device__ __forceinline__ void multiply() {
     Place stage{warp(), 0};
-    for_units([&](const Unit& unit, const Place& buffer) {
+    Place last = for_units([&](const Unit& unit, const Place& buffer) {
       const uint32_t slot = (warp() * Form::kRanks + rank_ - unit.first_warp) % Form::kSlots;
       const bool has_tiles = slot < slots_of(unit);
       Partial<Form> partial;
@@ -112,6 +109,11 @@ class Attention {
       arrive(shared_.got[buffer.number]);
       if (has_tiles) send(unit, slot, buffer.number, partial);
     });
+    // Until no other block arrives here any more.
+    for (uint32_t i = 0; i < buffers_; ++i) {
+      wait_for(shared_.free[last.number], last.parity ^ 1);
+      last.advance(1, buffers_);
+    }
   }
 
   __device__ __forceinline__ void compute(const Unit& unit, uint32_t slot, Place& stage,
@@ -369,7 +371,7 @@ class Attention {
       for (uint32_t row = adder; row < rows; row += Form::kAdders) add_slots(unit, from, slots, row);
       __syncwarp();
       if (lane() < Form::kRanks)
-        instruction::arrive_at_rank(instruction::shared_place(&shared_.free[buffer.number]), lane());
+        instruction::arrive_at_rank_after_reads(instruction::shared_place(&shared_.free[buffer.number]), lane());
     });
   }
 

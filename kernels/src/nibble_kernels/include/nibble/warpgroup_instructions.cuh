@@ -43,6 +43,17 @@ __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t ran
       "r"(rank)
       : "memory");
 }
+// The same for a thread that has read, not written: what it writes to global memory meanwhile is not waited for.
+__device__ __forceinline__ void arrive_at_rank_after_reads(SharedPlace barrier, uint32_t rank) {
+  asm volatile(
+      "{\n\t"
+      ".reg .u32 place;\n\t"
+      "mapa.shared::cluster.u32 place, %0, %1;\n\t"
+      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [place];\n\t"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 // Until the phase of this parity is over. Of_cluster: what threads of other blocks wrote before they arrived
 // is visible then, too; that empties the first cache.
 template <bool Of_cluster = false>
