@@ -91,6 +91,9 @@ void run_unit_form(const Problem& p, const CUtensorMap& map, uint32_t form, uint
     if (form == 2) return run_units<Form<HeadDim, IsFp8, 1, 8, 8, 1>>(p, map, clusters);
     if (form == 3) return run_units<Form<HeadDim, IsFp8, 1, 4, 8, 1>>(p, map, clusters);
   }
+  if constexpr (HeadDim == 256) {
+    if (form == 2) return run_units<Form<HeadDim, IsFp8, 1, 8, 8, 3>>(p, map, clusters);
+  }
   run_units<Form<HeadDim, IsFp8, 1, 8, 4, 3>>(p, map, clusters);
 }
 

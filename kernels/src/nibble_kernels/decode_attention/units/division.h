@@ -35,7 +35,7 @@ struct Form {
 
   static constexpr uint32_t kWarps = Warps, kAdders = Adders;
   static constexpr uint32_t kThreads = (kWarps + kAdders + 1) * kLanes;
-  static constexpr uint32_t kBlocks = HeadDim * RowGroups > 256 ? 1 : 2;  // on a multiprocessor
+  static constexpr uint32_t kBlocks = HeadDim * RowGroups * Warps > 1024 ? 1 : 2;  // on a multiprocessor
   static constexpr uint32_t kSharedBytes = (228 / kBlocks - 1) * 1024;
 
   // Partial results of a unit: one of each warp of the cluster that has tiles of it.

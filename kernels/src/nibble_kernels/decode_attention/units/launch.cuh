@@ -79,6 +79,9 @@ cudaError_t launch_size(const Problem& p, int form, int device, const CacheMap& 
     if (form == 2) return launch_form<Form<HeadDim, IsFp8, 1, 8, 8, 1>>(p, device, cache, stream);
     if (form == 3) return launch_form<Form<HeadDim, IsFp8, 1, 4, 8, 1>>(p, device, cache, stream);
   }
+  if constexpr (HeadDim == 256) {
+    if (form == 2) return launch_form<Form<HeadDim, IsFp8, 1, 8, 8, 3>>(p, device, cache, stream);
+  }
   return launch_form<Form<HeadDim, IsFp8, 1, 8, 4, 3>>(p, device, cache, stream);
 }
 
