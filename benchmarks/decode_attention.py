@@ -43,6 +43,7 @@ GRID = (
 )
 ROUNDS = 7
 POOL_BYTES = 6 << 30
+SILENCE = 30  # seconds after which a kernel that has begun hangs
 Call = Callable[[Tensor], None]
 
 
@@ -431,29 +432,33 @@ def main() -> None:
         process.start()
         theirs.close()
         name = ""
-        try:
-            while ours.poll(max(0, end - time.monotonic())):
+        while True:
+            left = end - time.monotonic()
+            try:
+                if not ours.poll(max(0, min(left, SILENCE) if name else left)):
+                    break
                 kind, value = ours.recv()
-                if kind == "begins":
-                    name = value
-                elif kind == "about":
-                    result = value | result
-                else:
-                    result["rows"].append(value)
-                    tasks = tasks[1:]
-                    print(json.dumps(value), flush=True)
+            except EOFError:
+                process.join()
+                break
+            if kind == "begins":
+                name = value
+            elif kind == "about":
+                result = value | result
+            else:
+                result["rows"].append(value)
+                name, tasks = "", tasks[1:]
+                print(json.dumps(value), flush=True)
                 given.out.write_text(json.dumps(result, indent=1) + "\n")
-        except EOFError:
-            process.join()
-            if process.exitcode == 0:
-                return
-            if not name:
-                raise SystemExit("the process ended before a kernel began") from None
-            result["failed"].append({"name": name, **vars(tasks[0])})
-            print("failed", name, tasks[0], flush=True)
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
-            without.add(name)
         process.kill()
+        if process.exitcode == 0 or time.monotonic() > end:
+            return
+        if not name:
+            raise SystemExit("the process ended before a kernel began")
+        result["failed"].append({"name": name, **vars(tasks[0])})
+        print("failed", name, tasks[0], flush=True)
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        without.add(name)
 
 
 def _others(b: Batch, names: list[str]) -> dict[str, Call]:
