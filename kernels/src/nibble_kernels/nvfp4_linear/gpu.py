@@ -129,8 +129,7 @@ def _dense_linear(
         y = sums * global_scale * column_scale
         y = (y if bias is None else y + bias.float()).to(x.dtype)
     if silu_mul:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate).mul_(up)
+        y = _silu_mul(y)
     y = y.unflatten(0, x.shape[:-1])
     return y if residual is None else y.add_(residual)
 
@@ -177,6 +176,18 @@ _warpgroup = operator(
     " division) -> Tensor",
     _warpgroup_reference,
     _linear_fake,
+)
+
+
+def _silu_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+_silu_mul = operator(
+    "silu_mul(Tensor gate_up) -> Tensor",
+    _silu_mul_reference,
+    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
 )
 
 _dense = operator(
