@@ -1,8 +1,6 @@
-"""Decode attention in every form of the kernel, on small batches, for compute-sanitizer."""
+"""Decode attention by blocks and by clusters of them, on small batches, for compute-sanitizer."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 
@@ -15,7 +13,7 @@ def main() -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
     from nibble_kernels.decode_attention.reference import attend
 
-    for form in (int(word) for word in sys.argv[1:]):
+    for name, most_clustered in (("blocks", 0), ("clusters", 256)):
         for lengths in LENGTHS:
             for fp8 in (False, True):
                 case = make_case(lengths, kv_heads=8, fp8=fp8)
@@ -24,7 +22,9 @@ def main() -> None:
                     scale=case.scale, dtype=torch.float64,
                 )[0]  # fmt: skip
                 here = case.on("cuda")
-                workspace = make_workspace(len(lengths), 8, 4, 128, least_chunk=512, form=form)
+                workspace = make_workspace(
+                    len(lengths), 8, 4, 128, least_chunk=32, most_clustered=most_clustered
+                )
                 for _ in range(3):  # launches that follow each other
                     found = decode_attention(
                         here.query, here.cache, here.pages, here.lengths, here.query_begins,
@@ -32,7 +32,7 @@ def main() -> None:
                     )  # fmt: skip
                 torch.cuda.synchronize()
                 assert_close(found, exact, case)
-                print(f"form {form}, {'FP8' if fp8 else 'BF16'}, {lengths[:5]}: right", flush=True)
+                print(f"{name}, {'FP8' if fp8 else 'BF16'}, {lengths[:5]}: right", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,14 @@ from tests.support.kernels.attention_cases import FP8, Case, assert_close, make_
 from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 
 BLOCKS = 5
-# The kernel's form, when copies are over, and whether the kernel before it writes queries and new
-# tokens alone.
-FORMS = [(form, speed, "waits") for form in (0, 1) for speed in ("at once", "late")]
-FORMS += [(1, "late", "early"), (2, "late", "early"), (3, "late", "early")]
+# Whether blocks or clusters of them compute, when copies are over, and whether the kernel before it
+# writes queries and new tokens alone.
+FORMS = [
+    ("blocks", "at once", "waits"),
+    ("blocks", "late", "waits"),
+    ("clusters", "at once", "waits"),
+    ("clusters", "late", "early"),
+]
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
 pytestmark = [
@@ -38,7 +42,7 @@ POINTERS = (
 STRIDES = ("page_stride", "token_stride", "head_stride", "query_token_stride", "query_head_stride")
 SIZES = (
     *("sequences", "kv_heads", "group", "most_queries", "tokens_per_page", "pages_stride"),
-    *("window", "least_chunk", "most_splits", "undivided", "is_early"),
+    *("window", "least_chunk", "most_splits", "is_early"),
 )
 
 
@@ -61,7 +65,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return found
 
 
-@pytest.fixture(params=FORMS, ids=[" ".join(map(str, form)) for form in FORMS])
+@pytest.fixture(params=FORMS, ids=[" ".join(form) for form in FORMS])
 def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
     def call(
         case: Case, *, small: bool = False, least_chunk: int = 64, most_splits: int = 64
@@ -69,12 +73,14 @@ def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
         form, speed, order = request.param
         out, lse, problem, kept = problem_of(case, least_chunk, most_splits)
         problem.is_early = order == "early"
+        if form == "clusters":  # whose splits have 16 times as many tokens
+            problem.least_chunk = max(least_chunk, 64) // 16
         library.attend_on_the_host(
             ctypes.byref(problem),
             case.query.shape[-1],
             case.cache.dtype == FP8,
             small,
-            form,
+            form == "clusters",
             case.cache.shape[0],
             BLOCKS,
             speed == "late",
@@ -126,7 +132,6 @@ def problem_of(
         window=options.get("window", 0),
         least_chunk=least_chunk,
         most_splits=most_splits,
-        undivided=64,
         scale=case.scale,
         soft_cap=options.get("soft_cap", 0.0),
     )
@@ -202,7 +207,9 @@ def test_few_chunks_hold_a_long_sequence(attend: Attend) -> None:
 
 
 def test_short_and_long_sequences_with_as_many_splits_as_there_are(attend: Attend) -> None:
-    """Of the long ones 4090 tokens are 128 splits of two tiles, 2100 tokens 66."""
+    """Of the long ones, 4090 tokens are 128 splits of two tiles for blocks and 64 of four for
+    clusters, 2100 tokens 66 and 33.
+    """
     case = make_case([40, 4090, 0, 17, 2100, 64], kv_heads=1, fp8=True)
     check(attend(case, least_chunk=16, most_splits=128), case)
 

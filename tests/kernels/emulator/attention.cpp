@@ -83,26 +83,11 @@ void run_units(const Problem& problem, CUtensorMap map, uint32_t clusters) {
   }
 }
 
-template <uint32_t HeadDim, bool IsFp8>
-void run_unit_form(const Problem& p, const CUtensorMap& map, uint32_t form, uint32_t clusters) {
-  using units::Form;
-  if (slot_rows(p) > 8) return run_units<Form<HeadDim, IsFp8, 2, 8, 4, 3>>(p, map, clusters);
-  if constexpr (HeadDim == 128) {
-    if (form == 2) return run_units<Form<HeadDim, IsFp8, 1, 8, 8, 1>>(p, map, clusters);
-    if (form == 3) return run_units<Form<HeadDim, IsFp8, 1, 4, 8, 1>>(p, map, clusters);
-  }
-  if constexpr (HeadDim == 256) {
-    if (form == 2) return run_units<Form<HeadDim, IsFp8, 1, 8, 8, 3>>(p, map, clusters);
-  }
-  run_units<Form<HeadDim, IsFp8, 1, 8, 4, 3>>(p, map, clusters);
-}
-
 template <bool IsFp8>
-void run_unit_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t form,
-                   uint32_t clusters) {
-  if (head_dim == 64) return run_unit_form<64, IsFp8>(p, map, form, clusters);
-  if (head_dim == 128) return run_unit_form<128, IsFp8>(p, map, form, clusters);
-  run_unit_form<256, IsFp8>(p, map, form, clusters);
+void run_unit_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t clusters) {
+  if (head_dim == 128) return run_units<units::Form<128, IsFp8, 1>>(p, map, clusters);
+  if (slot_rows(p) > 8) return run_units<units::Form<64, IsFp8, 2>>(p, map, clusters);
+  run_units<units::Form<64, IsFp8, 1>>(p, map, clusters);
 }
 
 }  // namespace
@@ -116,16 +101,16 @@ extern "C" void divide(const Problem* problem, uint32_t length, uint32_t warps, 
 }
 
 extern "C" void attend_on_the_host(const Problem* problem, uint32_t head_dim, bool is_fp8, bool is_small,
-                                   uint32_t form, uint32_t pages, uint32_t blocks, bool is_late) {
+                                   bool is_clustered, uint32_t pages, uint32_t blocks, bool is_late) {
   emulated_is_late = is_late;
-  if (form != 0) {
+  if (is_clustered && !is_small && units::has_form(head_dim, slot_rows(*problem))) {
     CUtensorMap map{};
     map.bytes = problem->cache;
     map.tokens = problem->tokens_per_page, map.heads = problem->kv_heads, map.pages = pages;
     map.token_stride = problem->token_stride, map.head_stride = problem->head_stride;
     map.page_stride = problem->page_stride;
-    if (is_fp8) return run_unit_size<true>(*problem, map, head_dim, form, blocks);
-    return run_unit_size<false>(*problem, map, head_dim, form, blocks);
+    if (is_fp8) return run_unit_size<true>(*problem, map, head_dim, blocks);
+    return run_unit_size<false>(*problem, map, head_dim, blocks);
   }
   if (is_fp8) {
     run_size<true>(*problem, head_dim, is_small, blocks);

@@ -14,8 +14,9 @@ __all__ = ["Workspace", "decode_attention", "make_workspace"]
 
 # Of problem.h: rows of a product, sequences of a launch, blocks of a cluster.
 ROWS, SEQUENCES, RANKS = 16, 256, 8
-# Tokens of a split of a short sequence, and the most splits (docs/kernels/decode_attention.md).
-LEAST_CHUNK, MOST_SPLITS, UNDIVIDED = 128, 64, 512
+# Tokens of a split of a short sequence, the most splits, and the most sequences of a batch that
+# clusters of blocks compute (docs/kernels/decode_attention.md).
+LEAST_CHUNK, MOST_SPLITS, MOST_CLUSTERED = 128, 64, 4
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,7 @@ class Workspace:
     counters: Tensor
     least_chunk: int = LEAST_CHUNK
     most_splits: int = MOST_SPLITS
-    undivided: int = UNDIVIDED
-    form: int = 0
+    most_clustered: int = MOST_CLUSTERED
 
 
 def make_workspace(
@@ -40,11 +40,10 @@ def make_workspace(
     device: torch.device | str = "cuda",
     least_chunk: int = LEAST_CHUNK,
     most_splits: int = MOST_SPLITS,
-    undivided: int = UNDIVIDED,
-    form: int = 0,
+    most_clustered: int = MOST_CLUSTERED,
 ) -> Workspace:
     """For `sequences` at a time: a larger batch takes several launches. Calls on several streams
-    need one each.
+    need one each. The last three are for tests and measurements.
     """
     items = min(sequences, SEQUENCES) * kv_heads * -(-group * most_queries // ROWS)
     rows = min(ROWS, group * most_queries)
@@ -54,8 +53,7 @@ def make_workspace(
         torch.zeros(items * ROWS * RANKS, dtype=torch.int32, device=device),
         least_chunk,
         most_splits,
-        undivided,
-        form,
+        most_clustered,
     )
 
 
@@ -102,8 +100,7 @@ _attend = operator(
     "decode_attention(Tensor query, Tensor cache, Tensor pages, Tensor lengths, Tensor"
     " query_begins, int most_queries, float scale, Tensor? k_scale, Tensor? v_scale, int window,"
     " float soft_cap, Tensor? sinks, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials,"
-    " Tensor(d!) counters, int least_chunk, int most_splits,"
-    " int undivided, int form, bool early) -> ()",
+    " Tensor(d!) counters, int least_chunk, int most_splits, int most_clustered, bool early) -> ()",
     _reference,
     _fake,
 )
@@ -134,8 +131,10 @@ def decode_attention(
     `lengths` counts a sequence's tokens with the query tokens `query_begins[i]` to
     `query_begins[i + 1]`, which are its last ones; 0 is a padded row with the result 0. `window`
     counts the tokens that a query sees, itself included; 0 means all. `lse` [tokens, heads] gets
-    the logarithm of the sum of weights, a sink included. A sequence's result does not depend on
-    the rest of the batch. The first call on a device must not be captured in a CUDA graph.
+    the logarithm of the sum of weights, a sink included. A sequence's result depends on the rest
+    of the batch only in whether it has more than MOST_CLUSTERED sequences, padded rows included.
+    The first call with few and with more sequences on a device must not be captured in a CUDA
+    graph.
 
     `early`: the kernel before this one writes nothing that this one reads but `query` and the keys
     and values of query tokens, and all else was written before that kernel began. Lengths, page
@@ -161,8 +160,7 @@ def decode_attention(
         workspace.counters,
         workspace.least_chunk,
         workspace.most_splits,
-        workspace.undivided,
-        workspace.form,
+        workspace.most_clustered,
         early,
     )
     return out

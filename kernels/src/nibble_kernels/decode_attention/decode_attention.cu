@@ -3,6 +3,7 @@
 
 #include "decode_attention/launch.cuh"
 #include "decode_attention/units/cache_map.h"
+#include "decode_attention/units/division.h"
 #include "nibble/cuda.h"
 
 namespace nibble::attention {
@@ -40,7 +41,7 @@ void check_cache(const Tensor& query, const Tensor& cache) {
 }
 
 Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages, int64_t most_queries,
-                   int64_t least_chunk, int64_t most_splits, int64_t undivided) {
+                   int64_t least_chunk, int64_t most_splits) {
   const int64_t size = cache.element_size();
   Problem p{};
   p.query = query.const_data_ptr();
@@ -57,7 +58,6 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
   p.pages_stride = static_cast<uint32_t>(pages.stride(0));
   p.least_chunk = static_cast<uint32_t>(least_chunk);
   p.most_splits = static_cast<uint32_t>(most_splits);
-  p.undivided = static_cast<uint32_t>(undivided);
   require(p.group <= kRows && most_queries >= 1 && most_queries <= 8,
           "expected up to 16 query heads a KV head and 1 to 8 query tokens");
   require(least_chunk >= kTile && least_chunk % kTile == 0 && most_splits >= 1 && most_splits <= kMostSplits,
@@ -65,10 +65,10 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
   return p;
 }
 
-// The sequences in parts that a launch has tables and the workspace has room for. A sequence's result does
-// not depend on the others.
+// The sequences in parts that a launch has tables and the workspace has room for. A sequence's result depends
+// on the others only in whether all are at most `most_clustered`: clusters are faster for few.
 void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tensor& query, const Tensor& cache,
-                  int form) {
+                  uint32_t most_clustered) {
   const int device = query.get_device_index();
   const cudaStream_t stream = current_stream(query);
   const uint32_t head_dim = static_cast<uint32_t>(query.size(2));
@@ -82,13 +82,15 @@ void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tenso
                             static_cast<uint64_t>(p.token_stride)};
   Gpu gpu;
   check(find_gpu(device, gpu));
-  const bool is_small = gpu.shared_bytes < kLargeSharedBytes;  // as of SM12x, whose targets have form 0 alone
+  // Targets with less shared memory have no kernel of clusters.
+  const bool is_clustered = sequences <= most_clustered && gpu.shared_bytes >= kLargeSharedBytes &&
+                            units::has_form(head_dim, slot_rows(p));
   for (uint32_t done = 0; done < sequences; done += p.sequences) {
     p.sequences = std::min(sequences - done, at_a_time);
-    if (form == 0 || is_small) {
-      check(launch(p, head_dim, is_fp8, device, stream));
+    if (is_clustered) {
+      check((is_fp8 ? units::launch_fp8 : units::launch_bf16)(p, map, head_dim, device, stream));
     } else {
-      check((is_fp8 ? units::launch_fp8 : units::launch_bf16)(p, map, head_dim, form, device, stream));
+      check(launch(p, head_dim, is_fp8, device, stream));
     }
     p.pages += int64_t{p.sequences} * p.pages_stride;
     p.lengths += p.sequences;
@@ -101,15 +103,15 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                       int64_t window, double soft_cap, const std::optional<Tensor>& sinks, Tensor out,
                       std::optional<Tensor> lse, Tensor partials, Tensor counters, int64_t least_chunk,
-                      int64_t most_splits, int64_t undivided, int64_t form, bool is_early) {
+                      int64_t most_splits, int64_t most_clustered, bool is_early) {
   check_tables(pages, lengths, query_begins);
   check_cache(query, cache);
-  Problem p = problem_of(query, cache, pages, most_queries, least_chunk, most_splits, undivided);
+  Problem p = problem_of(query, cache, pages, most_queries, least_chunk, most_splits);
   const uint32_t sequences = static_cast<uint32_t>(lengths.numel()), heads = p.kv_heads * row_tiles_of(p);
   require(out.is_contiguous() && out.numel() == query.numel() && out.scalar_type() == query.scalar_type(),
           "expected a result without gaps, as large as the queries");
   const int64_t floats = heads * most_splits * partial_floats(p, static_cast<uint32_t>(query.size(2)));
-  const int64_t room = std::min(partials.numel() / floats, counters.numel() / (heads * kRows * kMostRanks));
+  const int64_t room = std::min(partials.numel() / floats, counters.numel() / (heads * kRows * kRanks));
   require(room >= 1, "the workspace is too small for a sequence");
   const uint32_t at_a_time = static_cast<uint32_t>(std::min<int64_t>(room, kMostSequences));
   p.pages = static_cast<const int32_t*>(pages.const_data_ptr());
@@ -127,7 +129,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   p.soft_cap = static_cast<float>(soft_cap);
   p.is_early = is_early;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  launch_parts(p, sequences, at_a_time, query, cache, static_cast<int>(form));
+  launch_parts(p, sequences, at_a_time, query, cache, static_cast<uint32_t>(most_clustered));
 }
 
 }  // namespace

@@ -28,11 +28,10 @@ struct CacheMap {
   }
 };
 
-// Form 1: clusters of 8 blocks of 4 multiplying warps. With up to 8 rows and head dim 128 or 256 also 2: 8 blocks
-// of 8; with 128 also 3: 4 blocks of 8.
-cudaError_t launch_fp8(const Problem& problem, const CacheMap& cache, uint32_t head_dim, int form, int device,
+// For what has_form() (division.h).
+cudaError_t launch_fp8(const Problem& problem, const CacheMap& cache, uint32_t head_dim, int device,
                        cudaStream_t stream);
-cudaError_t launch_bf16(const Problem& problem, const CacheMap& cache, uint32_t head_dim, int form,
-                        int device, cudaStream_t stream);
+cudaError_t launch_bf16(const Problem& problem, const CacheMap& cache, uint32_t head_dim, int device,
+                        cudaStream_t stream);
 
 }  // namespace nibble::attention::units

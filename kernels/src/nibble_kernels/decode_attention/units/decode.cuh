@@ -498,7 +498,7 @@ class Attention {
     uint32_t is_last = 0;
     if (lane() == 0) {
       const uint32_t pair = (unit.sequence * p_.kv_heads + unit.head) * row_tiles_of(p_) + unit.row_tile;
-      uint32_t* const counter = p_.counters + (pair * kRows + row) * kMostRanks + rank_;
+      uint32_t* const counter = p_.counters + (pair * kRows + row) * kRanks + rank_;
       is_last = atomicAdd(counter, 1) + 1 == unit.splits;
       if (is_last) *counter = 0;
     }

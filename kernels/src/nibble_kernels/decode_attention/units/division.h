@@ -6,11 +6,13 @@
 
 namespace nibble::attention::units {
 
-// Splits of a sequence: one up to `undivided` tokens, then as many as have `least_chunk` tokens at most, up
-// to `most_splits`. Depends on this sequence alone, so that its result does not depend on others.
+// A cluster's split has up to this many of `least_chunk`.
+inline constexpr uint32_t kChunksOfSplit = 16;
+
+// Splits of a sequence, at most `most_splits`. Depends on this sequence alone, so that its result does not
+// depend on others.
 NIBBLE_FUNCTION uint32_t splits_of(const Problem& p, uint32_t tiles) {
-  if (tiles * kTile <= p.undivided) return 1;
-  const uint32_t splits = quotient_up(tiles * kTile, p.least_chunk);
+  const uint32_t splits = tiles == 0 ? 1 : quotient_up(tiles * kTile, p.least_chunk * kChunksOfSplit);
   return splits < p.most_splits ? splits : p.most_splits;
 }
 
@@ -19,11 +21,16 @@ NIBBLE_FUNCTION uint32_t first_tile(uint32_t tiles, uint32_t splits, uint32_t sp
   return tiles * split / splits;
 }
 
-// RowGroups: eights of rows. Ranks: blocks of a cluster. A block's warps: those that multiply, those that add,
-// and one that copies.
-template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups, uint32_t Ranks, uint32_t Warps, uint32_t Adders>
+// Whether there is a kernel for this head dim and number of rows: with more, two blocks of a multiprocessor
+// have too few registers for sums and queries.
+NIBBLE_FUNCTION constexpr bool has_form(uint32_t head_dim, uint32_t rows) {
+  return head_dim * quotient_up(rows, 8) <= 128;
+}
+
+// RowGroups: eights of rows. A block's warps: those that multiply, those that add, and one that copies.
+template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups>
 struct Form {
-  static constexpr uint32_t kHeadDim = HeadDim, kRowGroups = RowGroups, kRanks = Ranks;
+  static constexpr uint32_t kHeadDim = HeadDim, kRowGroups = RowGroups, kRanks = attention::kRanks;
   static constexpr bool kIsFp8 = IsFp8;
   static constexpr uint32_t kElement = IsFp8 ? 1 : 2, kPerUnit = 16 / kElement;  // of 16 bytes
   static constexpr uint32_t kRowBytes = 2 * HeadDim * kElement, kTileBytes = kTile * kRowBytes;
@@ -33,14 +40,14 @@ struct Form {
   static constexpr uint32_t kLoad = HeadDim * kElement / 8 < 16 ? 8 : 16;  // bytes of a value at a time
   static constexpr uint32_t kLoads = HeadDim * kElement / 8 / kLoad, kPerLoad = kLoad / kElement;
 
-  static constexpr uint32_t kWarps = Warps, kAdders = Adders;
+  static constexpr uint32_t kWarps = 4, kAdders = 3;
   static constexpr uint32_t kThreads = (kWarps + kAdders + 1) * kLanes;
-  static constexpr uint32_t kBlocks = HeadDim * RowGroups * Warps > 1024 ? 1 : 2;  // on a multiprocessor
+  static constexpr uint32_t kBlocks = 2;  // on a multiprocessor
   static constexpr uint32_t kSharedBytes = (228 / kBlocks - 1) * 1024;
 
   // Partial results of a unit: one of each warp of the cluster that has tiles of it.
-  static constexpr uint32_t kSlots = Ranks * kWarps;
-  static constexpr uint32_t kQuads = HeadDim / 4, kSliceQuads = kQuads / Ranks;  // of four elements of a row
+  static constexpr uint32_t kSlots = kRanks * kWarps;
+  static constexpr uint32_t kQuads = HeadDim / 4, kSliceQuads = kQuads / kRanks;  // of four elements of a row
   static_assert(kSlots % kLanes == 0 && kSliceQuads >= 1);
 
   // What a block receives of a unit's partial results, its slice of each row: rows of slots of quads, then

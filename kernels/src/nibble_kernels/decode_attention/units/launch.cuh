@@ -72,26 +72,13 @@ cudaError_t launch_form(const Problem& p, int device, const CacheMap& cache, cud
   return cudaLaunchKernelEx(&launch.config, attend<Form>, p, cache.of_tiles(Form::kChunks));
 }
 
-template <uint32_t HeadDim, bool IsFp8>
-cudaError_t launch_size(const Problem& p, int form, int device, const CacheMap& cache, cudaStream_t stream) {
-  if (slot_rows(p) > 8) return launch_form<Form<HeadDim, IsFp8, 2, 8, 4, 3>>(p, device, cache, stream);
-  if constexpr (HeadDim == 128) {
-    if (form == 2) return launch_form<Form<HeadDim, IsFp8, 1, 8, 8, 1>>(p, device, cache, stream);
-    if (form == 3) return launch_form<Form<HeadDim, IsFp8, 1, 4, 8, 1>>(p, device, cache, stream);
-  }
-  if constexpr (HeadDim == 256) {
-    if (form == 2) return launch_form<Form<HeadDim, IsFp8, 1, 8, 8, 3>>(p, device, cache, stream);
-  }
-  return launch_form<Form<HeadDim, IsFp8, 1, 8, 4, 3>>(p, device, cache, stream);
-}
-
 template <bool IsFp8>
-cudaError_t launch_type(const Problem& p, const CacheMap& cache, uint32_t head_dim, int form, int device,
+cudaError_t launch_type(const Problem& p, const CacheMap& cache, uint32_t head_dim, int device,
                         cudaStream_t stream) {
   if (p.sequences == 0) return cudaSuccess;
-  if (head_dim == 64) return launch_size<64, IsFp8>(p, form, device, cache, stream);
-  if (head_dim == 128) return launch_size<128, IsFp8>(p, form, device, cache, stream);
-  return launch_size<256, IsFp8>(p, form, device, cache, stream);
+  if (head_dim == 128) return launch_form<Form<128, IsFp8, 1>>(p, device, cache, stream);
+  if (slot_rows(p) > 8) return launch_form<Form<64, IsFp8, 2>>(p, device, cache, stream);
+  return launch_form<Form<64, IsFp8, 1>>(p, device, cache, stream);
 }
 
 }  // namespace nibble::attention::units
