@@ -6,8 +6,8 @@ Keys and values lie in vLLM 0.32's storage [pages, tokens, KV heads, 2 D], pages
 at random from a pool. Each call of a graph reads other pages, and the second cache is emptied
 before each replay. It needs vLLM with FlashAttention 3 and FlashInfer, which compiles its kernels
 for a minute, and nibble-kernels compiled for this GPU. `--divisions` compares divisions of a
-sequence, and forms of the kernel (units/cache_map.h), in the same turns. Another process computes:
-if a kernel ends it, the results name the kernel, and a new process goes on without it.
+sequence in the same turns, and how many sequences clusters of blocks compute. Another process
+computes: if a kernel ends it, the results name the kernel, and a new process goes on without it.
 `--front` has the kernel before attention in front of each call, which writes queries and the last
 token, and counts its time.
 """
@@ -125,22 +125,21 @@ def make_batch(pool: Tensor, batch: int, context: int, read: float) -> Batch:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def nibble(
-    b: Batch, least_chunk: int, most_splits: int, undivided: int = 0, form: int = 0, early: int = 0
-) -> Call:
-    from nibble_kernels.decode_attention import decode_attention, make_workspace
+def nibble(b: Batch, least_chunk: int, most_splits: int, most_clustered: int = -1) -> Call:
+    from nibble_kernels.decode_attention import MOST_CLUSTERED, decode_attention, make_workspace
 
     heads, kv_heads = b.query.shape[1], b.cache.shape[2]
     workspace = make_workspace(
         b.batch, kv_heads, heads // kv_heads, b.head_dim,
-        least_chunk=least_chunk, most_splits=most_splits, undivided=undivided, form=form,
+        least_chunk=least_chunk, most_splits=most_splits,
+        most_clustered=MOST_CLUSTERED if most_clustered < 0 else most_clustered,
     )  # fmt: skip
     cache = b.cache.transpose(1, 2)
 
     def call(table: Tensor) -> None:
         decode_attention(
             b.query, cache, table, b.lengths, b.begins, workspace, scale=b.scale, out=b.out,
-            early=bool(early),
+            early=True,
         )  # fmt: skip
 
     return call
@@ -358,7 +357,7 @@ def parse() -> argparse.Namespace:
         "--divisions",
         nargs="*",
         default=["nibble=128,64"],
-        help="NAME=LEAST_CHUNK,MOST_SPLITS,UNDIVIDED,FORM,EARLY",
+        help="NAME=LEAST_CHUNK,MOST_SPLITS[,MOST_CLUSTERED]",
     )
     parser.add_argument("--front", action="store_true", help="count the kernel before attention")
     return parser.parse_args()

@@ -125,6 +125,7 @@ def test_clusters_compute_batches_of_few_sequences(
     case = make_case([3000, 17, 0, 2000, 1500][:sequences], kv_heads=2).on("cuda")
     assert torch.equal(attend(case), attend(case, most_clustered=form))
     assert not torch.equal(attend(case), attend(case, most_clustered=1000 - form))
+    options: dict[str, Any]
     for options in ({"head_dim": 256}, {"group": 16}):
         wide = make_case([3000] * sequences, kv_heads=1, **options).on("cuda")
         assert torch.equal(attend(wide), attend(wide, most_clustered=0))
