@@ -42,7 +42,7 @@ POINTERS = (
 STRIDES = ("page_stride", "token_stride", "head_stride", "query_token_stride", "query_head_stride")
 SIZES = (
     *("sequences", "kv_heads", "group", "most_queries", "tokens_per_page", "pages_stride"),
-    *("window", "least_chunk", "most_splits", "is_early"),
+    *("window", "least_chunk", "most_splits"),
 )
 
 
@@ -55,6 +55,7 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in SIZES),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("is_early", ctypes.c_uint32),
     )
 
 

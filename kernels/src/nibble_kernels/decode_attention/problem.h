@@ -33,8 +33,8 @@ struct Problem {
   uint32_t tokens_per_page, pages_stride;
   uint32_t window;  // tokens that a query sees, itself included; 0: all
   uint32_t least_chunk, most_splits;
-  uint32_t is_early;   // the kernel before this one writes nothing of it but queries and what they add to the cache
   float scale, soft_cap;  // soft_cap 0: none
+  uint32_t is_early;  // the kernel before this one writes nothing of it but queries and what they add to the cache
 };
 
 NIBBLE_FUNCTION constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
