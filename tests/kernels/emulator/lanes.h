@@ -117,14 +117,18 @@ class EmulatedLanes {
 class EmulatedBarrier {
  public:
   explicit EmulatedBarrier(uint32_t size) : size_(size) {}
-  void arrive_and_wait() {
+  void arrive_and_wait() { wait(arrive()); }
+  // The phase to wait for.
+  uint32_t arrive() {
     const uint32_t now = phase_;
     if (++arrived_ == size_) {
       arrived_ = 0;
       ++phase_;
-      return;
     }
-    EmulatedLanes::wait_until([&] { return phase_ != now; });
+    return now;
+  }
+  void wait(uint32_t phase) {
+    EmulatedLanes::wait_until([&] { return phase_ != phase; });
   }
 
  private:

@@ -32,8 +32,8 @@ void run(Problem p, const uint4* x, const uint32_t* codes, const uint32_t* scale
   p.scales = map(scales, kScaleBytes);
   p.row_blocks = (p.groups + Form::kGroups - 1) / Form::kGroups;
   p.token_tiles = (p.tokens + Form::kTokens - 1) / Form::kTokens;
-  const std::vector<uint4> x_in_order = order<Form::kTokens>(x, p);
-  p.x = x_in_order.data();
+  const std::vector<uint4> x_in_order = Form::kOrdersX ? std::vector<uint4>() : order<Form::kTokens>(x, p);
+  p.x = Form::kOrdersX ? x : x_in_order.data();
   const float nan = __uint_as_float(~0u);
   std::vector<float4> parts(Form::kRanges ? size_t{clusters} * Form::kSlots * kLanes : 0, {nan, nan, nan, nan});
   std::vector<uint32_t> flags(clusters * Form::kConsumerWarps);
@@ -52,18 +52,25 @@ void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32
                  const uint32_t* scales, uint32_t clusters) {
   if (sharing == Sharing::units)
     return run<T, Operand, typename Forms::Units>(p, x, codes, scales, clusters);
-  if (sharing == Sharing::ranges)
-    return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
-  if constexpr (Forms::kHasClusters) run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);
+  if constexpr (Forms::kHasRanges) {
+    if (sharing == Sharing::ranges)
+      return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
+  }
+  if constexpr (Forms::kHasClusters) {
+    if (sharing == Sharing::clusters)
+      return run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);
+  }
+  std::fprintf(stderr, "this form has no such sharing\n");
+  std::abort();
 }
 
 // f(a form of warpgroup_division.h)
 template <class F>
 void with_forms(uint32_t number, F&& f) {
-  if (number == 0) return f(Few());
-  if (number == 1) return f(Some());
-  if (number == 2) return f(Many());
-  f(Wide());
+  uint32_t i = 0;
+  for_every_form([&](auto forms) {
+    if (i++ == number) f(forms);
+  });
 }
 
 }  // namespace
@@ -104,5 +111,6 @@ extern "C" void divide_on_the_host(uint32_t form, uint32_t tokens, uint32_t outp
     chosen[0] = static_cast<uint32_t>(division.sharing);
     chosen[1] = division.clusters;
     chosen[2] = division.ranks;
+    chosen[3] = Forms::is_for(tokens);
   });
 }

@@ -1,8 +1,9 @@
 // Many rows of activations times an NVFP4 weight on SM90: the decode kernel's weight as the register operand
 // of a warpgroup's products. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
 //
-// A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One warp fetches weights
-// and x in bulk; the others decode a quarter of a tile while the tensor cores multiply the one before. Blocks
+// A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One thread fetches weights
+// in bulk. x comes in bulk too where a kernel before this one has ordered it; for few tokens, up to four warps
+// order it here. The others decode a quarter of a tile while the tensor cores multiply the one before. Blocks
 // of a cluster share the columns; their sums meet in shared memory, in the order of ranks.
 #pragma once
 
@@ -17,7 +18,9 @@ namespace nibble::warpgroup {
 
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
-  const uint4* x;             // [tiles of tokens, chunks, steps, 2, tokens of a tile]: order_x
+  // [tokens, columns] where a form orders x, else what order_x made of it: [tiles of tokens, chunks, steps, 2,
+  // tokens of a tile].
+  const uint4* x;
   Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
@@ -27,8 +30,8 @@ struct Problem {
   uint32_t* flags;
 };
 
-// A lane's part of bringing x [tokens, columns] into order: 8 columns of each quarter t of a chunk. Of a
-// product's 16 columns a lane of the weight has the pairs (32 t + 4 step) and (32 t + 4 step + 2).
+// A lane's part of bringing x [tokens, columns] into order: 8 columns of each quarter t of a chunk, from
+// `piece` * 8 on. Of a product's 16 columns a lane of the weight has the pairs (32 t + 4 step) and (32 t + 4 step + 2).
 __device__ __forceinline__ void load_quarters(const uint4* x, uint32_t token, uint32_t tokens, uint32_t chunk,
                                               uint32_t columns, uint32_t piece, uint4 (&quarters)[4]) {
 #pragma unroll
@@ -38,10 +41,10 @@ __device__ __forceinline__ void load_quarters(const uint4* x, uint32_t token, ui
     if (token < tokens && column < columns) quarters[t] = __ldcg(x + (size_t{token} * columns + column) / 8);
   }
 }
-// The pieces of 16 bytes for the 8 first and 8 last columns of two products.
+// The pieces of 16 bytes for the 8 first and 8 last columns of two products. In a tile the ith is
+// `piece` * 4 + i times its tokens away from a token's first.
 __device__ __forceinline__ uint4 ordered(const uint4 (&quarters)[4], uint32_t i) {
-  const auto of = [&](const uint4& q) { return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w; };
-  return make_uint4(of(quarters[0]), of(quarters[1]), of(quarters[2]), of(quarters[3]));
+  return make_uint4(word(quarters[0], i), word(quarters[1], i), word(quarters[2], i), word(quarters[3], i));
 }
 
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
@@ -78,18 +81,17 @@ struct Multiplier {
       instruction::prefetch_map(p.codes);
       instruction::prefetch_map(p.scales);
       for (uint32_t i = 0; i < Form::kStages; ++i) {
-        instruction::init_barrier(full(i), 1);
+        // The weight's copies, and 8 tokens of x each.
+        instruction::init_barrier(full(i), 1 + (Form::kOrdersX ? Form::kTokenGroups : 0));
         instruction::init_barrier(empty(i), Form::kConsumerWarps);
       }
       instruction::init_barrier(parts_here(), p.ranks * Form::kConsumerWarps);
       instruction::init_barrier(parts_read(), p.ranks * Form::kConsumerWarps);
       instruction::publish_barriers();
     }
-    if constexpr (Form::kSplits) {
-      instruction::cluster_barrier();
-    } else {
-      __syncthreads();
-    }
+    __syncthreads();
+    // The other blocks' barriers are needed when sums are exchanged.
+    if constexpr (Form::kSplits) instruction::begin_cluster_barrier();
   }
 
   // A block's chunks in order: equal ranges of all, or a rank's columns of every unit of its cluster. Bit i
@@ -127,7 +129,7 @@ struct Multiplier {
   }
   __device__ __forceinline__ void fetch_weight(const Place& at) const {
     const uint32_t first_group = first_group_of(at.unit);
-    instruction::arrive_expecting(full(at.stage), Form::kStageBytes);
+    instruction::arrive_expecting(full(at.stage), Form::kOrdersX ? Form::kWeightBytes : Form::kStageBytes);
     instruction::copy_box(stage(at.stage), p.codes, at.chunk * (kCodeBytes / 4), first_group, full(at.stage));
     instruction::copy_box(stage(at.stage) + Form::kGroups * kCodeBytes, p.scales,
                           at.chunk * (kScaleBytes / 4), first_group, full(at.stage));
@@ -138,17 +140,88 @@ struct Multiplier {
                            Form::kXBytes, full(at.stage));
   }
 
-  // One thread.
-  __device__ __forceinline__ void fetch() const {
+  // Until a stage's last use is over.
+  __device__ __forceinline__ void wait_for_stage(const Place& at) const {
+    instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
+  }
+
+  // By one thread, before the previous kernel is over: weights do not depend on it, x does.
+  __device__ __forceinline__ void fetch_first_weights() const {
     Place at = first();
-    Place x_at = at;
     for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) fetch_weight(at);
-    instruction::wait_for_previous_kernel();  // weights do not depend on it, x does
-    for (uint32_t i = 0; i < Form::kStages && x_at.left != 0; ++i, advance(x_at)) fetch_x(x_at);
-    for (; at.left != 0; advance(at)) {
-      instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);  // its last use is over
-      fetch_weight(at);
+  }
+
+  // One thread, where x is in order.
+  __device__ __forceinline__ void fetch() const {
+    fetch_first_weights();
+    instruction::wait_for_previous_kernel();
+    Place at = first();
+    for (uint32_t i = 0; at.left != 0; ++i, advance(at)) {
+      if (i >= Form::kStages) {
+        wait_for_stage(at);
+        fetch_weight(at);
+      }
       fetch_x(at);
+    }
+  }
+
+  // By the warps that order x, 8 tokens of a chunk at a time. Loads are so far ahead that the second cache can
+  // answer while others multiply.
+  static constexpr uint32_t kXAhead = 3;
+  struct PlaceOfX {
+    Place at;
+    uint32_t token;  // of a tile, the first of 8
+  };
+  __device__ __forceinline__ uint32_t first_x_token() const {
+    return (warp - Form::kConsumerWarps) * kTokenGroup;
+  }
+  __device__ __forceinline__ void advance_x(PlaceOfX& place) const {
+    place.token += Form::kXWarps * kTokenGroup;
+    if (place.token < Form::kTokens) return;
+    place.token = first_x_token();
+    advance(place.at);
+  }
+  __device__ __forceinline__ void load_x(const PlaceOfX& from, uint4 (&quarters)[4]) const {
+    const uint32_t token = first_token_of(from.at.unit) + from.token + lane % kTokenGroup;
+    load_quarters(p.x, token, p.tokens, from.at.chunk, p.columns, lane / kTokenGroup, quarters);
+  }
+  __device__ __forceinline__ void store_x(const PlaceOfX& to, const uint4 (&quarters)[4]) const {
+    const uint32_t first_piece = lane / kTokenGroup * 4;
+    const SharedPlace own =
+        stage(to.at.stage) + Form::kWeightBytes + (to.token + lane % kTokenGroup) * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i)
+      instruction::store_shared(own + (first_piece + i) * (Form::kTokens * 16), ordered(quarters, i));
+  }
+  __device__ __forceinline__ void fetch_and_order() const {
+    const bool fetches_weights = threadIdx.x == Form::kConsumerWarps * kLanes;
+    if (fetches_weights) fetch_first_weights();
+    __syncwarp();
+    instruction::wait_for_previous_kernel();
+    uint4 x[kXAhead][4];
+    PlaceOfX to{first(), first_x_token()}, from = to;
+    const uint32_t all = to.at.left;
+#pragma unroll
+    for (uint32_t i = 0; i < kXAhead; ++i) {
+      if (from.at.left == 0) break;
+      load_x(from, x[i]);
+      advance_x(from);
+    }
+    while (to.at.left != 0) {
+#pragma unroll
+      for (uint32_t i = 0; i < kXAhead; ++i) {
+        if (to.at.left == 0) break;
+        wait_for_stage(to.at);
+        if (fetches_weights && to.token == 0 && to.at.left + Form::kStages <= all) fetch_weight(to.at);
+        store_x(to, x[i]);
+        instruction::publish_to_products();
+        __syncwarp();
+        if (lane == 0) instruction::arrive(full(to.at.stage));
+        advance_x(to);
+        if (from.at.left == 0) continue;
+        load_x(from, x[i]);
+        advance_x(from);
+      }
     }
   }
 
@@ -164,23 +237,22 @@ struct Multiplier {
 
   // Slot of 32 lanes' float4: sums of a strip, of 8 tokens, of a warp.
   static __device__ __forceinline__ uint32_t slot_of(uint32_t strip, uint32_t tokens, uint32_t warp) {
-    return (strip * (Form::kTokens / kTokenGroup) + tokens) * Form::kConsumerWarps + warp;
+    return (strip * Form::kTokenGroups + tokens) * Form::kConsumerWarps + warp;
   }
-  __device__ __forceinline__ void write_slot(uint32_t unit, uint32_t slot, const float4& sums) const {
-    constexpr uint32_t kTokenGroups = Form::kTokens / kTokenGroup;
-    const uint32_t of_warp = slot % Form::kConsumerWarps, tokens = slot / Form::kConsumerWarps % kTokenGroups,
-                   strip = slot / (Form::kConsumerWarps * kTokenGroups);
-    const uint32_t group = of_warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + of_warp % kWarps;
-    write<T, Operand>(p.output, p.tokens, first_group_of(unit) + group,
-                      unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
+  // Of the output's, the group of a warp's strip and the first token.
+  __device__ __forceinline__ uint32_t group_of(uint32_t unit, uint32_t strip, uint32_t warp) const {
+    return first_group_of(unit) + warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + warp % kWarps;
+  }
+  __device__ __forceinline__ uint32_t first_token_of(uint32_t unit) const {
+    return unit % p.token_tiles * Form::kTokens;
   }
 
   __device__ __forceinline__ void finish(uint32_t unit, const Sums (&sums)[Form::kStrips]) const {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
-#pragma unroll
-      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i)
-        write_slot(unit, slot_of(s, i, warp), float4_of(sums[s], i));
+      write_all<T, Operand, Form::kTokenGroups>(p.output, p.tokens, group_of(unit, s, warp),
+                                                first_token_of(unit),
+                                                [&](uint32_t i) { return float4_of(sums[s], i); });
     }
   }
 
@@ -190,7 +262,7 @@ struct Multiplier {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
-      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i)
+      for (uint32_t i = 0; i < Form::kTokenGroups; ++i)
         *part_of(range, slot_of(s, i, warp)) = float4_of(sums[s], i);
     }
     __syncwarp();
@@ -204,7 +276,7 @@ struct Multiplier {
 #pragma unroll
       for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
-        for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i) {
+        for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
           const float4 more = __ldcg(part_of(other, slot_of(s, i, warp)));
           sums[s][4 * i] += more.x;
           sums[s][4 * i + 1] += more.y;
@@ -224,29 +296,57 @@ struct Multiplier {
     return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
   }
 
-  // Sends each slot to the block that adds it up, one for each rank in turn, then adds up this block's.
-  __device__ __forceinline__ void add_up_cluster(uint32_t unit, uint32_t turn,
+  // Sends each slot to the block that adds it up, one for each rank in turn, then adds up this block's. After
+  // the last unit no block waits for another: what all sent has come.
+  __device__ __forceinline__ void add_up_cluster(uint32_t unit, uint32_t turn, bool is_last,
                                                  const Sums (&sums)[Form::kStrips]) const {
-    if (turn != 0) instruction::wait_for_phase<true>(parts_read(), (turn - 1) % 2);
+    if (turn == 0) {
+      __syncwarp();
+      instruction::end_cluster_barrier();
+    } else {
+      instruction::wait_for_phase<true>(parts_read(), (turn - 1) % 2);
+    }
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
-      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i) {
+      for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
         const uint32_t slot = slot_of(s, i, warp), place = slot / p.ranks;
         instruction::store_at_rank(part(place, rank), slot - place * p.ranks, float4_of(sums[s], i));
       }
     }
     __syncwarp();
     if (lane < p.ranks) instruction::arrive_at_rank(parts_here(), lane);
+
+    // Two ranks have the most slots each. What else the output needs is loaded while sums come.
+    constexpr uint32_t kMost = quotient_up(Form::kSlots, 2 * Form::kConsumerWarps);
+    const auto slot_at = [&](uint32_t i) { return (warp + i * Form::kConsumerWarps) * p.ranks + rank; };
+    const auto token_of = [&](uint32_t slot) {
+      return first_token_of(unit) + slot / Form::kConsumerWarps % Form::kTokenGroups * kTokenGroup;
+    };
+    const auto group_at = [&](uint32_t slot) {
+      return group_of(unit, slot / (Form::kConsumerWarps * Form::kTokenGroups), slot % Form::kConsumerWarps);
+    };
+    uint2 residuals[kMost];
+#pragma unroll
+    for (uint32_t i = 0; i < kMost; ++i) {
+      const uint32_t slot = slot_at(i);
+      if (slot < Form::kSlots)
+        residuals[i] = residual_of<T>(p.output, p.tokens, group_at(slot), token_of(slot));
+    }
     instruction::wait_for_phase<true>(parts_here(), turn % 2);
-    for (uint32_t place = warp; place * p.ranks + rank < Form::kSlots; place += Form::kConsumerWarps) {
+#pragma unroll
+    for (uint32_t i = 0; i < kMost; ++i) {
+      const uint32_t slot = slot_at(i), place = warp + i * Form::kConsumerWarps;
+      if (slot >= Form::kSlots) break;
       float4 sum = instruction::load_shared_floats(part(place, 0));
       for (uint32_t other = 1; other < p.ranks; ++other) {
         const float4 more = instruction::load_shared_floats(part(place, other));
         sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
       }
-      write_slot(unit, place * p.ranks + rank, sum);
+      write<T, Operand>(p.output, p.tokens, group_at(slot), token_of(slot), sum,
+                        factors_of<T>(p.output, group_at(slot)), residuals[i]);
     }
+    if (is_last) return;
     __syncwarp();
     if (lane < p.ranks) instruction::arrive_at_rank(parts_read(), lane);
   }
@@ -272,7 +372,7 @@ struct Multiplier {
       instruction::wait_for_products<0>();
       free_stage(previous);
       if constexpr (Form::kSplits) {
-        add_up_cluster(unit, turn, sums);
+        add_up_cluster(unit, turn, at.left == 0, sums);
       } else {
         if constexpr (Form::kRanges) {
           if (first_chunk != 0) {
@@ -292,16 +392,18 @@ struct Multiplier {
   __device__ __forceinline__ void run() const {
     start();
     instruction::let_next_kernel_start();
-    if (warp >= Form::kConsumerWarps) {
-      if constexpr (Form::kMovesRegisters) instruction::give_registers<40>();
-      if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
-      __syncwarp();
-    } else {
+    if (warp < Form::kConsumerWarps) {
       if constexpr (Form::kMovesRegisters) instruction::take_registers<232>();
-      consume();
+      return consume();
     }
-    // Others may still write to this block's shared memory.
-    if constexpr (Form::kSplits) instruction::cluster_barrier();
+    if constexpr (Form::kMovesRegisters) instruction::give_registers<40>();
+    if constexpr (Form::kOrdersX) {
+      fetch_and_order();
+    } else {
+      if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
+    }
+    __syncwarp();
+    if constexpr (Form::kSplits) instruction::end_cluster_barrier();
   }
 };
 

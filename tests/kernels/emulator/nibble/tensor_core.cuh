@@ -104,6 +104,7 @@ struct EmulatedBlock {
   struct Lane {
     uint32_t a[4], b[2], sparse_b[4], places;
     uint64_t shuffled;
+    uint32_t cluster_phase;  // begun, not yet waited for
     std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
     std::deque<std::vector<std::function<void()>>> copies{{}};  // in groups; the last one is not ended
   };
@@ -374,8 +375,12 @@ inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<
 inline void copy_pair(SharedPlace to, const float2* from) { *reinterpret_cast<float2*>(to) = *from; }
 inline uint32_t cluster_rank() { return emulated_block->rank; }
 inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
-inline void begin_cluster_barrier() {}
-inline void end_cluster_barrier() { cluster_barrier(); }
+inline void begin_cluster_barrier() {
+  emulated_lane(threadIdx.x % 32).cluster_phase = emulated_cluster->all.arrive();
+}
+inline void end_cluster_barrier() {
+  emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase);
+}
 template <class T>
 T* of_rank(T* own, uint32_t rank) {
   auto& memory = emulated_cluster->memory;

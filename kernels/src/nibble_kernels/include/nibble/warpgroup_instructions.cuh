@@ -219,7 +219,8 @@ __device__ __forceinline__ void wait_for_products() {
 template <bool Bfloat, uint32_t Columns>
 __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], const uint32_t (&a)[4],
                                                    uint64_t b) {
-  static_assert(Columns == 32 || Columns == 64 || Columns == 128);
+  static_assert(Columns == 16 || Columns == 32 || Columns == 64 || Columns == 128);
+  NIBBLE_PRODUCT_OF(16, 8, 8, 9, 10, 11, 12)
   NIBBLE_PRODUCT_OF(32, 16, 16, 17, 18, 19, 20)
   NIBBLE_PRODUCT_OF(64, 32, 32, 33, 34, 35, 36)
   NIBBLE_PRODUCT_OF(128, 64, 64, 65, 66, 67, 68)
