@@ -13,8 +13,10 @@ std::vector<uint4> order(const uint4* x, const Problem& p) {
   for (uint32_t tile = 0; tile < p.token_tiles; ++tile) {
     for (uint32_t i = 0; i < Tokens * p.chunks * kPieces; ++i) {
       const uint32_t piece = i % kPieces, chunk = i / kPieces % p.chunks, token = i / kPieces / p.chunks;
+      const uint32_t row = tile * Tokens + token, column = chunk * kChunk + piece * 8;
       uint4 quarters[4];
-      load_quarters(x, tile * Tokens + token, p.tokens, chunk, p.columns, piece, quarters);
+      load_quarters(x + (size_t{row} * p.columns + column) / 8, quarters,
+                    [&](uint32_t t) { return row < p.tokens && column + t * 32 < p.columns; });
       uint4* const to =
           &ordered_x[((size_t{tile} * p.chunks + chunk) * kSteps + piece * 2) * 2 * Tokens + token];
       for (uint32_t k = 0; k < 4; ++k) to[k * Tokens] = ordered(quarters, k);

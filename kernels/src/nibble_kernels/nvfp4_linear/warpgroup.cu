@@ -27,8 +27,10 @@ __global__ void __launch_bounds__(kOrderWarps* kLanes)
   const uint32_t token = token_group * kTokenGroup + lane % kTokenGroup, piece = lane / kTokenGroup;
   const uint32_t tile = token / Tokens;
   if (tile * Tokens >= tokens) return;
+  const uint32_t first_column = chunk * kChunk + piece * 8;
   uint4 quarters[4];
-  load_quarters(x, token, tokens, chunk, columns, piece, quarters);
+  load_quarters(x + (size_t{token} * columns + first_column) / 8, quarters,
+                [&](uint32_t t) { return token < tokens && first_column + t * 32 < columns; });
   to += ((size_t{tile} * chunks + chunk) * kSteps + piece * 2) * 2 * Tokens + token % Tokens;
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) to[i * Tokens] = ordered(quarters, i);

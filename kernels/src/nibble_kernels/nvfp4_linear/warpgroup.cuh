@@ -30,19 +30,19 @@ struct Problem {
   uint32_t* flags;
 };
 
-// A lane's part of bringing x [tokens, columns] into order: 8 columns of each quarter t of a chunk, from
-// `piece` * 8 on. Of a product's 16 columns a lane of the weight has the pairs (32 t + 4 step) and (32 t + 4 step + 2).
-__device__ __forceinline__ void load_quarters(const uint4* x, uint32_t token, uint32_t tokens, uint32_t chunk,
-                                              uint32_t columns, uint32_t piece, uint4 (&quarters)[4]) {
+// A lane's part of bringing x into order: 8 columns of each quarter t of a token's chunk. Of a product's 16
+// columns a lane of the weight has the pairs (32 t + 4 step) and (32 t + 4 step + 2).
+__device__ __forceinline__ void load_quarters(const uint4* x, uint4 (&quarters)[4]) {
 #pragma unroll
-  for (uint32_t t = 0; t < 4; ++t) {
-    const uint32_t column = chunk * kChunk + t * 32 + piece * 8;
-    quarters[t] = make_uint4(0, 0, 0, 0);
-    if (token < tokens && column < columns) quarters[t] = __ldcg(x + (size_t{token} * columns + column) / 8);
-  }
+  for (uint32_t t = 0; t < 4; ++t) quarters[t] = __ldcg(x + t * 4);
 }
-// The pieces of 16 bytes for the 8 first and 8 last columns of two products. In a tile the ith is
-// `piece` * 4 + i times its tokens away from a token's first.
+// Zeros for quarters that are not there.
+template <class F>
+__device__ __forceinline__ void load_quarters(const uint4* x, uint4 (&quarters)[4], F&& is_there) {
+#pragma unroll
+  for (uint32_t t = 0; t < 4; ++t) quarters[t] = is_there(t) ? __ldcg(x + t * 4) : make_uint4(0, 0, 0, 0);
+}
+// The pieces of 16 bytes for the 8 first and 8 last columns of two products.
 __device__ __forceinline__ uint4 ordered(const uint4 (&quarters)[4], uint32_t i) {
   return make_uint4(word(quarters[0], i), word(quarters[1], i), word(quarters[2], i), word(quarters[3], i));
 }
@@ -81,8 +81,7 @@ struct Multiplier {
       instruction::prefetch_map(p.codes);
       instruction::prefetch_map(p.scales);
       for (uint32_t i = 0; i < Form::kStages; ++i) {
-        // The weight's copies, and 8 tokens of x each.
-        instruction::init_barrier(full(i), 1 + (Form::kOrdersX ? Form::kTokenGroups : 0));
+        instruction::init_barrier(full(i), 1 + Form::kXWarps);
         instruction::init_barrier(empty(i), Form::kConsumerWarps);
       }
       instruction::init_barrier(parts_here(), p.ranks * Form::kConsumerWarps);
@@ -125,7 +124,7 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ uint32_t first_group_of(uint32_t unit) const {
-    return unit / p.token_tiles * Form::kGroups;
+    return (p.token_tiles == 1 ? unit : unit / p.token_tiles) * Form::kGroups;
   }
   __device__ __forceinline__ void fetch_weight(const Place& at) const {
     const uint32_t first_group = first_group_of(at.unit);
@@ -165,62 +164,79 @@ struct Multiplier {
     }
   }
 
-  // By the warps that order x, 8 tokens of a chunk at a time. Loads are so far ahead that the second cache can
-  // answer while others multiply.
-  static constexpr uint32_t kXAhead = 3;
-  struct PlaceOfX {
-    Place at;
-    uint32_t token;  // of a tile, the first of 8
+  // What the warps that order x load next: a lane's part of each of its warp's tokens, of a chunk.
+  static constexpr uint32_t kXParts = Form::kOrdersX ? Form::kTokenGroups / Form::kXWarps : 1;
+  struct Source {
+    uint32_t places[kXParts], unit, chunk, left;
   };
-  __device__ __forceinline__ uint32_t first_x_token() const {
-    return (warp - Form::kConsumerWarps) * kTokenGroup;
+  __device__ __forceinline__ uint32_t x_token(uint32_t part) const {
+    return (part * Form::kXWarps + warp - Form::kConsumerWarps) * kTokenGroup + lane % kTokenGroup;
   }
-  __device__ __forceinline__ void advance_x(PlaceOfX& place) const {
-    place.token += Form::kXWarps * kTokenGroup;
-    if (place.token < Form::kTokens) return;
-    place.token = first_x_token();
-    advance(place.at);
-  }
-  __device__ __forceinline__ void load_x(const PlaceOfX& from, uint4 (&quarters)[4]) const {
-    const uint32_t token = first_token_of(from.at.unit) + from.token + lane % kTokenGroup;
-    load_quarters(p.x, token, p.tokens, from.at.chunk, p.columns, lane / kTokenGroup, quarters);
-  }
-  __device__ __forceinline__ void store_x(const PlaceOfX& to, const uint4 (&quarters)[4]) const {
-    const uint32_t first_piece = lane / kTokenGroup * 4;
-    const SharedPlace own =
-        stage(to.at.stage) + Form::kWeightBytes + (to.token + lane % kTokenGroup) * 16;
+  // In place of tokens past the last, the last one: nothing looks at their sums.
+  __device__ __forceinline__ void find_places(Source& source) const {
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i)
-      instruction::store_shared(own + (first_piece + i) * (Form::kTokens * 16), ordered(quarters, i));
+    for (uint32_t i = 0; i < kXParts; ++i) {
+      const uint32_t token = min(first_token_of(source.unit) + x_token(i), p.tokens - 1);
+      source.places[i] = token * (p.columns / 8) + source.chunk * (kChunk / 8) + lane / kTokenGroup;
+    }
   }
+  using PartsOfX = uint4[kXParts][4];
+  __device__ __forceinline__ void load_x(Source& source, PartsOfX& x) const {
+    const uint32_t columns = p.columns - source.chunk * kChunk;
+#pragma unroll
+    for (uint32_t i = 0; i < kXParts; ++i) {
+      const uint4* const own = p.x + source.places[i];
+      if (columns >= kChunk) {
+        load_quarters(own, x[i]);
+      } else {
+        load_quarters(own, x[i], [&](uint32_t t) { return t * 32 + lane / kTokenGroup * 8 < columns; });
+      }
+      source.places[i] += kChunk / 8;
+    }
+    --source.left;
+    if (++source.chunk != end) return;
+    source.chunk = begin;
+    source.unit += clusters;
+    find_places(source);
+  }
+  __device__ __forceinline__ void store_x(SharedPlace to, const PartsOfX& x) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kXParts; ++i) {
+      const SharedPlace own = to + lane / kTokenGroup * (4 * Form::kTokens * 16) + x_token(i) * 16;
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k)
+        instruction::store_shared(own + k * (Form::kTokens * 16), ordered(x[i], k));
+    }
+  }
+
+  // By the warps that order x. Loads are some chunks ahead, so that the second cache answers while others
+  // multiply: as many as registers are left for.
+  static constexpr uint32_t kXAhead = kXParts == 1 ? 3 : Form::kThreads <= 512 ? 2 : 1;
   __device__ __forceinline__ void fetch_and_order() const {
     const bool fetches_weights = threadIdx.x == Form::kConsumerWarps * kLanes;
-    if (fetches_weights) fetch_first_weights();
-    __syncwarp();
+    Place at = first();
+    Source source{{}, at.unit, at.chunk, at.left};
+    find_places(source);
+    const uint32_t fetched = at.left > Form::kStages ? at.left - Form::kStages : 0;
+    if (source.left == 0) return;  // so that the divisions above are over before the wait
+    PartsOfX x[kXAhead];
     instruction::wait_for_previous_kernel();
-    uint4 x[kXAhead][4];
-    PlaceOfX to{first(), first_x_token()}, from = to;
-    const uint32_t all = to.at.left;
 #pragma unroll
     for (uint32_t i = 0; i < kXAhead; ++i) {
-      if (from.at.left == 0) break;
-      load_x(from, x[i]);
-      advance_x(from);
+      if (source.left != 0) load_x(source, x[i]);
     }
-    while (to.at.left != 0) {
+    while (at.left != 0) {
 #pragma unroll
       for (uint32_t i = 0; i < kXAhead; ++i) {
-        if (to.at.left == 0) break;
-        wait_for_stage(to.at);
-        if (fetches_weights && to.token == 0 && to.at.left + Form::kStages <= all) fetch_weight(to.at);
-        store_x(to, x[i]);
+        if (at.left == 0) break;
+        wait_for_stage(at);
+        if (fetches_weights && at.left <= fetched) fetch_weight(at);
+        store_x(stage(at.stage) + Form::kWeightBytes, x[i]);
         instruction::publish_to_products();
         __syncwarp();
-        if (lane == 0) instruction::arrive(full(to.at.stage));
-        advance_x(to);
-        if (from.at.left == 0) continue;
-        load_x(from, x[i]);
-        advance_x(from);
+        if (lane == 0) instruction::arrive(full(at.stage));
+        advance(at);
+        if (source.left != 0) load_x(source, x[i]);
       }
     }
   }
@@ -244,7 +260,7 @@ struct Multiplier {
     return first_group_of(unit) + warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + warp % kWarps;
   }
   __device__ __forceinline__ uint32_t first_token_of(uint32_t unit) const {
-    return unit % p.token_tiles * Form::kTokens;
+    return p.token_tiles == 1 ? 0 : unit % p.token_tiles * Form::kTokens;
   }
 
   __device__ __forceinline__ void finish(uint32_t unit, const Sums (&sums)[Form::kStrips]) const {
@@ -394,6 +410,8 @@ struct Multiplier {
     instruction::let_next_kernel_start();
     if (warp < Form::kConsumerWarps) {
       if constexpr (Form::kMovesRegisters) instruction::take_registers<232>();
+      if (Form::kOrdersX && threadIdx.x == 0) fetch_first_weights();  // x is loaded meanwhile
+      __syncwarp();
       return consume();
     }
     if constexpr (Form::kMovesRegisters) instruction::give_registers<40>();
