@@ -43,7 +43,14 @@ struct Form {
   static constexpr uint32_t kBarrierBytes = (2 * Stages + 2) * 8;
   static constexpr uint32_t shared_bytes(uint32_t ranks) {
     return kStages * kStageBytes + kBarrierBytes +
-           (ranks > 1 ? (kSlots + ranks - 1) / ranks * ranks * kSlotBytes : 0);
+           (ranks > 1 ? quotient_up(kSlots, ranks) * ranks * kSlotBytes : 0);
+  }
+  // Clusters of every size.
+  static constexpr bool fits() {
+    for (uint32_t ranks = 2; ranks <= kMostRanks; ++ranks) {
+      if (shared_bytes(ranks) > kSharedBytes) return false;
+    }
+    return true;
   }
 };
 
