@@ -1,10 +1,10 @@
 // Many rows of activations times an NVFP4 weight on SM90: the decode kernel's weight as the register operand
 // of a warpgroup's products. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
 //
-// A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One thread fetches weights
-// in bulk. x comes in bulk too where a kernel before this one has ordered it; for few tokens, up to four warps
-// order it here. The others decode a quarter of a tile while the tensor cores multiply the one before. Blocks
-// of a cluster share the columns; their sums meet in shared memory, in the order of ranks.
+// A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One thread fetches
+// weights in bulk. x comes in bulk too where a kernel before this one has ordered it; for few tokens, up to
+// four warps order it here. The others decode a quarter of a tile while the tensor cores multiply the one
+// before. Blocks of a cluster share the columns; their sums meet in shared memory, in the order of ranks.
 #pragma once
 
 #include <type_traits>
@@ -18,8 +18,8 @@ namespace nibble::warpgroup {
 
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
-  // [tokens, columns] where a form orders x, else what order_x made of it: [tiles of tokens, chunks, steps, 2,
-  // tokens of a tile].
+  // [tokens, columns] where a form orders x, else what order_x made of it: [tiles of tokens, chunks, steps,
+  // 2, tokens of a tile].
   const uint4* x;
   Output output;
   uint32_t tokens, columns, chunks, groups;
@@ -84,7 +84,7 @@ struct Multiplier {
         instruction::init_barrier(full(i), 1 + Form::kXWarps);
         instruction::init_barrier(empty(i), Form::kConsumerWarps);
       }
-      instruction::init_barrier(parts_here(), p.ranks * Form::kConsumerWarps);
+      instruction::init_barrier(parts_here(), 1);
       instruction::init_barrier(parts_read(), p.ranks * Form::kConsumerWarps);
       instruction::publish_barriers();
     }
@@ -327,11 +327,15 @@ struct Multiplier {
 #pragma unroll
       for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
         const uint32_t slot = slot_of(s, i, warp), place = slot / p.ranks;
-        instruction::store_at_rank(part(place, rank), slot - place * p.ranks, float4_of(sums[s], i));
+        instruction::store_at_rank(part(place, rank), slot - place * p.ranks, float4_of(sums[s], i),
+                                   parts_here());
       }
     }
+    if (threadIdx.x == 0) {
+      const uint32_t own_slots = (Form::kSlots - rank + p.ranks - 1) / p.ranks;
+      instruction::arrive_expecting(parts_here(), own_slots * p.ranks * Form::kSlotBytes);
+    }
     __syncwarp();
-    if (lane < p.ranks) instruction::arrive_at_rank(parts_here(), lane);
 
     // Two ranks have the most slots each. What else the output needs is loaded while sums come.
     constexpr uint32_t kMost = quotient_up(Form::kSlots, 2 * Form::kConsumerWarps);

@@ -25,7 +25,7 @@ struct Forms {
                                        : Strips == 1  ? 0.91f
                                                       : 1.63f) *
                                       (Warpgroups == 3 ? 0.78f : 1.0f);
-  // Microseconds of the kernel that orders x for equal ranges. Where all divisions need it, it does not count.
+  // Microseconds of the kernel that orders x for equal ranges; none where all divisions need it.
   static constexpr float kOrderCost = Units::kOrdersX ? 3.0f : 0.0f;
 
   // Whether the form is for so many tokens. Two strips only for more than a tile has.

@@ -26,8 +26,8 @@ struct Form {
   static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
   static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
   static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
-  // Warps that bring x into order, the first one of which fetches weights. Without any, a kernel before this one
-  // orders x. That one also clears the flags of equal ranges.
+  // Warps that bring x into order, the first one of which fetches weights. Without any, a kernel before this
+  // one orders x. That one also clears the flags of equal ranges.
   static constexpr uint32_t kTokenGroups = Tokens / kTokenGroup;
   static constexpr bool kOrdersX = Tokens <= 64 && !kRanges;
   static constexpr uint32_t kXWarps = !kOrdersX ? 0 : kTokenGroups < 4 ? kTokenGroups : 4;

@@ -116,8 +116,9 @@ inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_
 }
 inline void prefetch_map(const CUtensorMap&) {}
 
-inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value) {
-  *reinterpret_cast<float4*>(place_at_rank(to, rank)) = value;
+inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value, SharedPlace barrier) {
+  begin_copy(place_at_rank(barrier, rank), sizeof value,
+             [=, place = place_at_rank(to, rank)] { *reinterpret_cast<float4*>(place) = value; });
 }
 inline void store_shared(SharedPlace to, const uint4& value) { *reinterpret_cast<uint4*>(to) = value; }
 inline float4 load_shared_floats(SharedPlace place) { return *reinterpret_cast<const float4*>(place); }

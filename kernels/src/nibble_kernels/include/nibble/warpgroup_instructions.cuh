@@ -31,14 +31,14 @@ __device__ __forceinline__ void arrive_expecting(SharedPlace barrier, uint32_t b
 __device__ __forceinline__ void arrive(SharedPlace barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier of the same place in the block `rank` of the cluster. Who waits for its phase there sees
-// what this thread wrote.
+// At the barrier of the same place in the block `rank` of the cluster, after what this thread read. It says
+// nothing about what this thread wrote, so that it does not wait for stores.
 __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t rank) {
   asm volatile(
       "{\n\t"
       ".reg .u32 place;\n\t"
       "mapa.shared::cluster.u32 place, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [place];\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [place];\n\t"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
@@ -99,14 +99,17 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-__device__ __forceinline__ void store_at_rank(SharedPlace to, uint32_t rank, const float4& value) {
+// To the same place in the block `rank` of the cluster; its bytes arrive at the barrier there.
+__device__ __forceinline__ void store_at_rank(SharedPlace to, uint32_t rank, const float4& value,
+                                              SharedPlace barrier) {
   asm volatile(
       "{\n\t"
-      ".reg .u32 place;\n\t"
+      ".reg .u32 place, there;\n\t"
       "mapa.shared::cluster.u32 place, %0, %1;\n\t"
-      "st.shared::cluster.v4.f32 [place], {%2, %3, %4, %5};\n\t"
+      "mapa.shared::cluster.u32 there, %6, %1;\n\t"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%2, %3, %4, %5}, [there];\n\t"
       "}" ::"r"(to),
-      "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void store_shared(SharedPlace to, const uint4& value) {
