@@ -1,4 +1,9 @@
 // The warpgroup kernel's own source, run on the host: test_warpgroup_kernel_on_the_host.py.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
 #include "nvfp4_linear/warpgroup.cuh"
 #include "nvfp4_linear/warpgroup_division.h"
 #include "run_cluster.h"
@@ -6,6 +11,28 @@
 using namespace nibble::warpgroup;
 
 namespace {
+
+// A copy with a page behind it that ends the process when it is read.
+class Guarded {
+ public:
+  Guarded(const void* data, size_t bytes) {
+    const size_t page = static_cast<size_t>(getpagesize()), pages = (bytes + page - 1) / page * page;
+    size_ = pages + page;
+    begin_ = static_cast<uint8_t*>(
+        mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (begin_ == MAP_FAILED || mprotect(begin_ + pages, page, PROT_NONE) != 0) std::abort();
+    data_ = reinterpret_cast<uint4*>(begin_ + pages - bytes);
+    std::memcpy(data_, data, bytes);
+  }
+  Guarded(const Guarded&) = delete;
+  ~Guarded() { munmap(begin_, size_); }
+  const uint4* data() const { return data_; }
+
+ private:
+  uint8_t* begin_;
+  uint4* data_;
+  size_t size_;
+};
 
 template <uint32_t Tokens>
 std::vector<uint4> order(const uint4* x, const Problem& p) {
@@ -26,7 +53,7 @@ std::vector<uint4> order(const uint4* x, const Problem& p) {
 }
 
 template <class T, class Operand, class Form>
-void run(Problem p, const uint4* x, const uint32_t* codes, const uint32_t* scales, uint32_t clusters) {
+void run(Problem p, const uint4* given_x, const uint32_t* codes, const uint32_t* scales, uint32_t clusters) {
   const auto map = [&](const uint32_t* words, uint32_t bytes) {
     return CUtensorMap{words, bytes / 4 * p.chunks, p.groups, bytes / 4, Form::kGroups};
   };
@@ -34,6 +61,8 @@ void run(Problem p, const uint4* x, const uint32_t* codes, const uint32_t* scale
   p.scales = map(scales, kScaleBytes);
   p.row_blocks = (p.groups + Form::kGroups - 1) / Form::kGroups;
   p.token_tiles = (p.tokens + Form::kTokens - 1) / Form::kTokens;
+  const Guarded guarded_x(given_x, size_t{p.tokens} * p.columns * 2);
+  const uint4* const x = guarded_x.data();
   const std::vector<uint4> x_in_order = Form::kOrdersX ? std::vector<uint4>() : order<Form::kTokens>(x, p);
   p.x = Form::kOrdersX ? x : x_in_order.data();
   const float nan = __uint_as_float(~0u);
