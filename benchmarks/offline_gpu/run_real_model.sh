@@ -9,7 +9,7 @@ cat "${PARTS}"/model.tar.?? | tar -x -C /tmp/real_model
 export REAL_MODEL=/tmp/real_model/smollm2-135m-instruct-nvfp4 REAL_MODEL_ROWS=/tmp/real_model/rows.json
 export REAL_MODEL_FP8_CACHE=/tmp/real_model/fp8_cache
 # With two GPUs, serve_load measures on the first one at the same time, on the other half of the cores.
-((gpus > 1)) && taskset -p -c "$(($(nproc) / 2))-$(($(nproc) - 1))" $$
+((gpus > 1)) && [[ -z ${LANE_GPU:-} ]] && taskset -p -c "$(($(nproc) / 2))-$(($(nproc) - 1))" $$
 # Other servers use the GPU at the same time, so a fixed KV cache replaces the measurement of free memory.
 export CUDA_VISIBLE_DEVICES=${LANE_GPU:-$((gpus > 1))} GPU_MEMORY_UTIL=0.1 NIBBLE_KV_CACHE_BYTES=$((2 << 30))
 export VLLM_USE_FLASHINFER_SAMPLER=0 OMP_NUM_THREADS=2

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.layer_memory import LayerMemory
 from nibble.checkpoint.layers import layers
 from nibble.engine.contract import CONFIG_KEY
 from nibble.engine.step_graph_memory import step_graph_bytes
@@ -60,17 +61,21 @@ def choose_step_graph(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice 
 
 
 def _untested(checkpoint: Checkpoint | None) -> str:
-    """What of the model has not run in steps from graphs; empty if all its layers keep keys and
-    values of all tokens.
+    """What of the model has not run in steps from graphs; empty if each of its layers keeps keys and
+    values of all tokens, or is a gated delta net.
     """
     if checkpoint is None:
         return "the checkpoint is unknown until pull"
     found = layers(checkpoint.config)
     if found is None:
         return f"steps from graphs are not tested with {checkpoint.architecture}"
-    kinds = {layer.kind for layer in found if not layer.is_draft}
+    kinds = {layer.kind for layer in found if not layer.is_draft and not _is_delta_net(layer)}
     untested = sorted(_UNTESTED_KINDS.get(kind, kind) for kind in kinds - {"full"})
     return f"steps from graphs are not tested with {untested[0]}" if untested else ""
+
+
+def _is_delta_net(layer: LayerMemory) -> bool:
+    return layer.state is not None and layer.state.flavor == "gdn"
 
 
 def step_graph_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:

@@ -237,6 +237,16 @@ def test_a_batch_invariant_prompt_is_multiplied_as_its_last_token_is(device: str
     assert not torch.equal(found[1].cpu(), decoded)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_silu_mul_of_many_rows_is_rounded_once(device: str, dtype: torch.dtype) -> None:
+    gate_up = (4 * torch.randn(1037, 2 * 264)).to(dtype)
+    found = torch.ops.nibble.silu_mul(gate_up.to(device)).cpu().double()
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    assert ((found - exact).abs() <= 1.01 * unit * exact.abs() + 1e-6).all()
+
+
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 100, 700, 1030])
 @pytest.mark.parametrize("with_factors", [False, True])
 def test_a_residual_is_added_for_any_number_of_rows(

@@ -4,6 +4,8 @@ on a GPU it needs SM90.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.support.kernels.kernel_cases import (
     values_of,
 )
 
+CHOICE = Path(__file__).parents[2] / "kernels/src/nibble_kernels/nvfp4_linear/weight_linear.cu"
 SHAPES = [(16, 32), (24, 176), (136, 1056)]  # rows and columns of the weight
 LARGE_SHAPES = [(1544, 2048), (520, 17408), (6144, 4096)]
 ROWS = (1, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 257, 300)
@@ -221,6 +224,25 @@ def test_a_hundred_replays_of_a_graph_give_the_same_bits(cuda: str, rows: int) -
         assert_same_bits((y.cpu(),), (expected,))
 
 
+def constant_of(name: str) -> int:
+    """A constant of weight_linear.cu."""
+    found = re.search(rf"{name} = (?:int64_t\{{1\}} << )?(\d+)[,;]", CHOICE.read_text())
+    assert found, name
+    return int(found[1])
+
+
+def few_products() -> int:
+    return 1 << constant_of("kFewProducts")
+
+
+def test_the_operators_choice_has_the_limits_that_trials_know() -> None:
+    from nibble_kernels.nvfp4_linear import gpu
+
+    assert constant_of("kMostDecodeRows") == gpu.MAX_DECODE_ROWS
+    assert constant_of("kMostDecodeRowsSm90") == gpu.MAX_DECODE_ROWS_SM90
+    assert constant_of("kMostWarpgroupRows") == gpu.MAX_WARPGROUP_ROWS
+
+
 @pytest.mark.gpu
 def test_the_linear_operator_chooses_by_the_number_of_rows(cuda: str) -> None:
     from nibble_kernels.nvfp4_linear.gpu import (
@@ -231,7 +253,8 @@ def test_the_linear_operator_chooses_by_the_number_of_rows(cuda: str) -> None:
 
     codes, scales = packed_weight(1032, 2048)
     weight, w = prepared(cuda, codes, scales), values_of(codes, scales)
-    x = activations(MAX_WARPGROUP_ROWS + 1, 2048, torch.bfloat16)
+    many = few_products() // (1032 * 2048)
+    x = activations(many + 1, 2048, torch.bfloat16)
 
     def linear(rows: int, batch_invariant: bool = False) -> Tensor:
         few = x[:rows].cuda()
@@ -239,11 +262,13 @@ def test_the_linear_operator_chooses_by_the_number_of_rows(cuda: str) -> None:
 
     few = MAX_DECODE_ROWS_SM90
     assert_same_bits((linear(few),), (decode(x[:few], weight),))
-    for rows in (few + 1, 64, 512, MAX_WARPGROUP_ROWS):
+    for rows in (few + 1, 64, 512, MAX_WARPGROUP_ROWS, many):
         assert_same_bits((linear(rows),), (warpgroup(x[:rows], weight),), rows)
+    for rows in (few + 1, 512):
         invariant = decode(x[:rows], weight, batch_invariant=True)
         assert_same_bits((linear(rows, batch_invariant=True),), (invariant,), rows)
     assert_rounded_once(linear(len(x)), x, w, torch.tensor(GLOBAL_SCALE).double())
+    assert not torch.equal(linear(len(x)), warpgroup(x, weight))
 
 
 def test_the_operator_is_registered_soundly(device: str) -> None:

@@ -29,6 +29,7 @@ HYBRID = {
     "num_key_value_heads": 2,
 }
 FP8 = ("--kv-cache-dtype", "fp8")
+FP8_WITHOUT_STEP_GRAPHS = (*FP8, "--step-graph", "off")
 
 
 def planned(
@@ -52,26 +53,20 @@ def hybrid(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def dense(tmp_path: Path) -> Path:
-    heads = {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 2}
-    return write_checkpoint(tmp_path / "dense", config=heads)
-
-
-@pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a server with FlashInfer had been measured."""
     monkeypatch.setattr("nibble.plan.attention.SERVED", frozenset({"FLASHINFER"}))
 
 
 def test_no_backend_is_named_before_a_server_was_measured_with_it(hybrid: Path) -> None:
-    value, reason, backend, config = planned(hybrid, *FP8)
+    value, reason, backend, config = planned(hybrid, *FP8_WITHOUT_STEP_GRAPHS)
     assert (value, backend, config) == (VLLM, None, None)
     assert "decodes faster here, but prompts and servers are not measured" in reason
 
 
 @pytest.mark.usefixtures("served")
 def test_flashinfer_reads_an_fp8_cache_with_head_dim_256(hybrid: Path) -> None:
-    value, reason, backend, config = planned(hybrid, *FP8)
+    value, reason, backend, config = planned(hybrid, *FP8_WITHOUT_STEP_GRAPHS)
     assert (value, backend, config) == ("FLASHINFER", "FLASHINFER", FLASHINFER_CONFIG)
     assert "176 vs 106" in reason
 
@@ -120,24 +115,26 @@ def test_a_backend_that_the_user_names_wins(hybrid: Path) -> None:
 def test_a_limit_of_flashinfer_leaves_the_choice_to_vllm(
     hybrid: Path, words: tuple[str, ...], environ: dict[str, str], limit: str
 ) -> None:
-    value, reason, backend, _ = planned(hybrid, *FP8, *words, **environ)
+    value, reason, backend, _ = planned(hybrid, *FP8_WITHOUT_STEP_GRAPHS, *words, **environ)
     assert (value, backend) == (VLLM, None)
     assert limit in reason
 
 
 @pytest.mark.usefixtures("served")
-def test_steps_from_graphs_are_worth_more_than_the_backend(dense: Path) -> None:
-    value, reason, backend, _ = planned(dense, *FP8)
+def test_steps_from_graphs_are_worth_more_than_the_backend(hybrid: Path) -> None:
+    value, reason, backend, _ = planned(hybrid, *FP8)
     assert (value, backend) == (VLLM, None)
     assert "steps from CUDA graphs" in reason
-    assert planned(dense, *FP8, "--step-graph", "off")[0] == "FLASHINFER"
+    assert planned(hybrid, *FP8_WITHOUT_STEP_GRAPHS)[0] == "FLASHINFER"
 
 
 @pytest.mark.usefixtures("served")
 def test_the_gpu_found_decides(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of the H200 are not taken for a GH200, and without nvcc FlashInfer has no kernel."""
     monkeypatch.setattr("nibble.plan.gather.make_plan", lambda inputs: inputs)
-    inputs: Any = plan_for(read_wishes([str(hybrid), "--target", "hopper", *FP8], {}))
+    inputs: Any = plan_for(
+        read_wishes([str(hybrid), "--target", "hopper", *FP8_WITHOUT_STEP_GRAPHS], {})
+    )
 
     def choice(name: str, *, can_compile: bool = True) -> tuple[str, str]:
         gpu = Gpu(0, name, (9, 0), 150 << 30, 149 << 30, "GPU-0")

@@ -45,6 +45,13 @@ LINEAR_ATTENTION = {
     "linear_num_value_heads": 4,
     "full_attention_interval": 2,
 }
+MAMBA = {
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
 
 
 def schedule(**changed: Any) -> SimpleNamespace:
@@ -298,7 +305,7 @@ def test_flags_that_rule_graphs_out_are_named(
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"model_type": "qwen3_next"} | LINEAR_ATTENTION, "recurrent state"),
+        ({"model_type": "jamba"} | MAMBA, "recurrent state"),
         ({"model_type": "gemma2", "sliding_window": 64}, "sliding windows"),
         ({"model_type": "other", "architectures": ["OtherForCausalLM"]}, "OtherForCausalLM"),
     ],
@@ -311,6 +318,13 @@ def test_models_that_have_not_run_take_vllms_path_unless_the_user_asks(
     )
     assert planned(untested, "hopper") == ("off", f"steps from graphs are not tested with {what}")
     assert planned(untested, "hopper", "--step-graph", "on") == ("on", "set by the user")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_gated_delta_nets_have_steps_from_graphs(tmp_path: Path, model_type: str) -> None:
+    config = {"quantization_config": MODELOPT_NVFP4, "model_type": model_type}
+    hybrid = write_checkpoint(tmp_path / "h", tensors("nvfp4"), config | LINEAR_ATTENTION)
+    assert planned(hybrid, "hopper") == ("on", RIGHT)
 
 
 def test_a_checkpoint_that_is_not_here_yet_is_not_decided_about() -> None:

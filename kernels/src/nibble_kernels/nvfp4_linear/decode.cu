@@ -112,6 +112,8 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
+}  // namespace
+
 Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                            bool native, double global_scale, const std::optional<Tensor>& column_scale,
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
@@ -145,7 +147,6 @@ Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tenso
   return out;
 }
 
-}  // namespace
 }  // namespace nibble::decode
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {

@@ -4,7 +4,6 @@ a prepared NVFP4 weight and unquantized activations, on NVIDIA GPUs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,11 +21,11 @@ __all__ = [
     "nvfp4_weight_linear",
 ]
 
-# Above this number torch multiplies a dequantized copy. Derived from an estimate and not measured:
-# docs/kernels/nvfp4_linear.md.
+# Which kernel multiplies, as in weight_linear.cu. Above this number torch multiplies a dequantized
+# copy. Derived from an estimate and not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS = 64
-# On SM90: above the first the warpgroup kernel multiplies, above the second torch does. Measured
-# on an H200: docs/kernels/nvfp4_linear.md.
+# On SM90: above the first the warpgroup kernel multiplies, above the second torch does if the
+# product is large. Measured on an H200: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS_SM90, MAX_WARPGROUP_ROWS = 16, 1024
 
 
@@ -73,17 +72,6 @@ def _dequantize_reference(
     return torch.stack([values(*expert) for expert in zip(codes, scales, strict=True)])
 
 
-@functools.cache
-def _has_warpgroup_products(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _uses_warpgroups(x: Tensor, rows: int) -> bool:
-    if not x.is_cuda or not MAX_DECODE_ROWS_SM90 < rows <= MAX_WARPGROUP_ROWS:
-        return False
-    return _has_warpgroup_products(x.get_device())
-
-
 def _weight_linear(
     x: Tensor,
     codes: Tensor,
@@ -97,14 +85,27 @@ def _weight_linear(
     silu_mul: bool,
     batch_invariant: bool,
 ) -> Tensor:
-    columns = x.shape[-1]
-    count = x.numel() // columns
+    """Elsewhere than on a GPU, where weight_linear.cu chooses."""
     weight = (codes, scales, outputs, native, global_scale)
-    if not batch_invariant and _uses_warpgroups(x, count):
-        return _warpgroup(x, *weight, column_scale, bias, residual, silu_mul, [])
-    if batch_invariant or count <= MAX_DECODE_ROWS:
-        rest = (column_scale, bias, residual, silu_mul, batch_invariant, [])
-        return _decode(x, *weight, *rest)
+    rest = (column_scale, bias, residual, silu_mul)
+    if batch_invariant or x.numel() // x.shape[-1] <= MAX_DECODE_ROWS:
+        return _decode(x, *weight, *rest, batch_invariant, [])
+    return _dense(x, *weight, *rest)
+
+
+def _dense_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    outputs: int,
+    native: bool,
+    global_scale: float,
+    column_scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    silu_mul: bool,
+) -> Tensor:
+    columns = x.shape[-1]
     rows = x.reshape(-1, columns)
     dense = _dequantize(codes, scales, outputs, native, columns, x).T
     if column_scale is None:
@@ -128,8 +129,7 @@ def _weight_linear(
         y = sums * global_scale * column_scale
         y = (y if bias is None else y + bias.float()).to(x.dtype)
     if silu_mul:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate).mul_(up)
+        y = _silu_mul(y)
     y = y.unflatten(0, x.shape[:-1])
     return y if residual is None else y.add_(residual)
 
@@ -175,6 +175,25 @@ _warpgroup = operator(
     " global_scale, Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, int[]"
     " division) -> Tensor",
     _warpgroup_reference,
+    _linear_fake,
+)
+
+
+def _silu_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+_silu_mul = operator(
+    "silu_mul(Tensor gate_up) -> Tensor",
+    _silu_mul_reference,
+    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+)
+
+_dense = operator(
+    "nvfp4_dense_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
+    " global_scale, Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul) -> Tensor",
+    _dense_linear,
     _linear_fake,
 )
 

@@ -150,6 +150,8 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
+}  // namespace
+
 Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                               bool native, double global_scale, const std::optional<Tensor>& column_scale,
                               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
@@ -190,7 +192,6 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   return out;
 }
 
-}  // namespace
 }  // namespace nibble::warpgroup
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {
