@@ -25,10 +25,9 @@ CHOICE = Path(__file__).parents[2] / "kernels/src/nibble_kernels/nvfp4_linear/we
 SHAPES = [(16, 32), (24, 176), (136, 1056)]  # rows and columns of the weight
 LARGE_SHAPES = [(1544, 2048), (520, 17408), (6144, 4096)]
 ROWS = (1, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 257, 300)
-BUCKETS = ((1, 16), (17, 32), (33, 64), (65, 128))  # a row's result does not depend on the others
+BUCKETS = ((17, 32), (33, 64), (65, 128))  # a row's result does not depend on the others
 # Tokens and rows of a unit: every form of warpgroup_division.h. The last one has two strips.
-FORMS = ((16, 256), (16, 192), (32, 256), (32, 192), (64, 256), (64, 192), (128, 128), (128, 256))
-WITHOUT_RANGES = FORMS[:2] + FORMS[3:6:2]
+FORMS = ((32, 256), (64, 256), (128, 128), (128, 256))
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup.cuh
 ONLY_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -67,9 +66,7 @@ def divisions(chunks: int) -> list[tuple[int, int, int, int]]:
     """Every division of the work into which `chunks` chunks of columns can be divided."""
     found = []
     for form in FORMS:
-        found.append((*form, UNITS, 1))
-        if form not in WITHOUT_RANGES:
-            found.append((*form, RANGES, 1))
+        found += [(*form, UNITS, 1), (*form, RANGES, 1)]
         if form != (128, 256):
             found += [(*form, CLUSTERS, ranks) for ranks in range(2, min(8, chunks) + 1)]
     return found

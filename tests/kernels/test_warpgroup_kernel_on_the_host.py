@@ -28,8 +28,8 @@ from tests.support.kernels.kernel_cases import (
 )
 
 GLOBAL_SCALE = 1.23e-4
-# Of warpgroup_division.h: tiles of 16, 32, 64 and 128 tokens, by 256 and 192 rows or 128 and 256.
-LEAST, LEAST_3, FEW, FEW_3, SOME, SOME_3, MANY, WIDE = range(8)
+# Of warpgroup_division.h: tiles of 32, 64 and 128 tokens by 256, 256 and 128 rows, of 128 by 256.
+FEW, SOME, MANY, WIDE = range(4)
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup_form.h
 # Form, sharing, rows of x, N, K, clusters, thread blocks of each. Half a chunk at a row's end, more
 # chunks than stages, several units of a block, ranks of unequal length, ranges that begin and end
@@ -49,16 +49,11 @@ CASES = [
     (SOME, RANGES, 100, 272, 400, 3, 1),
     (MANY, RANGES, 130, 136, 528, 4, 1),
     (WIDE, RANGES, 129, 264, 528, 5, 1),
-    (LEAST, UNITS, 19, 264, 1296, 1, 1),
-    (LEAST_3, UNITS, 16, 200, 1552, 1, 1),
-    (FEW_3, UNITS, 27, 200, 1296, 1, 1),
-    (SOME_3, UNITS, 49, 392, 912, 1, 1),
-    (LEAST, CLUSTERS, 9, 520, 912, 1, 2),
-    (LEAST_3, CLUSTERS, 20, 392, 400, 2, 3),
-    (FEW_3, CLUSTERS, 40, 392, 1296, 2, 2),
-    (SOME_3, CLUSTERS, 64, 600, 656, 1, 3),
+    (FEW, UNITS, 27, 200, 1296, 1, 1),
+    (FEW, CLUSTERS, 9, 520, 912, 1, 2),
+    (FEW, CLUSTERS, 40, 392, 1296, 2, 2),
+    (SOME, CLUSTERS, 64, 600, 656, 1, 3),
 ]
-WHOLE, SHARED = CASES[14:18], CASES[18:]  # of the tiles of 16 tokens and of 192 rows
 Multiply = Callable[..., Tensor]
 
 pytestmark = [
@@ -118,7 +113,7 @@ def test_sums_are_rounded_once(multiply: Multiply, case: tuple[int, ...]) -> Non
     check_rounded_once(multiply, case, torch.bfloat16, late=True)
 
 
-@pytest.mark.parametrize("case", [*CASES[1:14:4], CASES[7], *SHARED], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:14:4], CASES[7], *CASES[15:]], ids=str)
 def test_copies_and_products_that_are_over_at_once_give_the_same_bits(
     multiply: Multiply, case: tuple[int, ...]
 ) -> None:
@@ -129,12 +124,12 @@ def test_copies_and_products_that_are_over_at_once_give_the_same_bits(
     assert_rounded_once(now, x, values_of(*weight), torch.tensor(GLOBAL_SCALE).double())
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[11], WHOLE[1], SHARED[3]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[11], CASES[17]], ids=str)
 def test_float16_is_rounded_once(multiply: Multiply, case: tuple[int, ...]) -> None:
     check_rounded_once(multiply, case, torch.float16, late=True)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[9], WHOLE[3], SHARED[0]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[9], CASES[14], CASES[15]], ids=str)
 def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply, case: tuple[int, ...]) -> None:
     _, _, tokens, rows, columns, _, _ = case
     weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
@@ -144,9 +139,7 @@ def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply, case: tuple
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[3], CASES[6], CASES[10], CASES[13], WHOLE[0], SHARED[1], SHARED[3]], ids=str
-)
+@pytest.mark.parametrize("case", [CASES[3], CASES[6], CASES[10], CASES[13], *CASES[14:]], ids=str)
 def test_a_residual_is_added_to_the_rounded_sum(multiply: Multiply, case: tuple[int, ...]) -> None:
     _, _, tokens, rows, columns, _, _ = case
     weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
@@ -155,7 +148,7 @@ def test_a_residual_is_added_to_the_rounded_sum(multiply: Multiply, case: tuple[
     assert_same_bits((multiply(case, x, weight, residual=residual),), (expected,))
 
 
-@pytest.mark.parametrize("case", [CASES[6], CASES[10], SHARED[2]], ids=str)
+@pytest.mark.parametrize("case", [CASES[6], CASES[10], CASES[16]], ids=str)
 def test_a_row_does_not_depend_on_the_others_of_its_tile(
     multiply: Multiply, case: tuple[int, ...]
 ) -> None:
@@ -179,8 +172,7 @@ def divided(
 
 def test_a_division_fits_the_device_and_depends_on_the_bucket_alone(library: ctypes.CDLL) -> None:
     generator, seen = random.Random(0), set[int]()
-    buckets = {LEAST: (1, 16), LEAST_3: (1, 16), FEW: (17, 32), FEW_3: (17, 32)}
-    buckets |= {SOME: (33, 64), SOME_3: (33, 64), MANY: (65, 128), WIDE: (999,)}
+    buckets = {FEW: (17, 32), SOME: (33, 64), MANY: (65, 128), WIDE: (999,)}
     for _ in range(300):
         shape = 8 * generator.randrange(1, 4000), 16 * generator.randrange(1, 1100)
         multiprocessors = generator.choice((132, 114, 78))
@@ -200,9 +192,8 @@ def test_the_chosen_division_gives_the_sum(
     library: ctypes.CDLL, multiply: Multiply, multiprocessors: int
 ) -> None:
     for form, tokens, rows, columns in (
-        (LEAST_3, 11, 264, 912),
         (FEW, 27, 264, 912),
-        (SOME_3, 64, 264, 528),
+        (SOME, 64, 264, 528),
         (MANY, 70, 136, 656),
     ):
         division = divided(library, form, tokens, (rows, columns), multiprocessors)

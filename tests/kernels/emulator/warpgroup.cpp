@@ -83,10 +83,7 @@ void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32
                  const uint32_t* scales, uint32_t clusters) {
   if (sharing == Sharing::units)
     return run<T, Operand, typename Forms::Units>(p, x, codes, scales, clusters);
-  if constexpr (Forms::kHasRanges) {
-    if (sharing == Sharing::ranges)
-      return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
-  }
+  if (sharing == Sharing::ranges) return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
   if constexpr (Forms::kHasClusters) {
     if (sharing == Sharing::clusters)
       return run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);

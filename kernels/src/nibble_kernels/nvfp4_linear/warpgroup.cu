@@ -119,10 +119,8 @@ void multiply_as(Run& run, const Division& division) {
     if (division.sharing == Sharing::clusters)
       return multiply_with<T, Operand, typename Forms::Clusters>(run, division.clusters, division.ranks);
   }
-  if constexpr (Forms::kHasRanges) {
-    if (division.sharing == Sharing::ranges)
-      return multiply_with<T, Operand, typename Forms::Ranges>(run, division.clusters, 1);
-  }
+  if (division.sharing == Sharing::ranges)
+    return multiply_with<T, Operand, typename Forms::Ranges>(run, division.clusters, 1);
   multiply_with<T, Operand, typename Forms::Units>(run, division.clusters, 1);
 }
 

@@ -164,70 +164,59 @@ struct Multiplier {
     }
   }
 
-  // What the warps that order x load next: a lane's part of each of its warp's tokens, of a chunk.
-  static constexpr uint32_t kXParts = Form::kOrdersX ? Form::kTokenGroups / Form::kXWarps : 1;
+  // What a warp that orders x loads next: a lane's part of its token, of a chunk.
   struct Source {
-    uint32_t places[kXParts], unit, chunk, left;
+    uint32_t place, unit, chunk, left;
   };
-  __device__ __forceinline__ uint32_t x_token(uint32_t part) const {
-    return (part * Form::kXWarps + warp - Form::kConsumerWarps) * kTokenGroup + lane % kTokenGroup;
+  __device__ __forceinline__ uint32_t x_token() const {
+    return (warp - Form::kConsumerWarps) * kTokenGroup + lane % kTokenGroup;
   }
   // In place of tokens past the last, the last one: nothing looks at their sums.
-  __device__ __forceinline__ void find_places(Source& source) const {
-#pragma unroll
-    for (uint32_t i = 0; i < kXParts; ++i) {
-      const uint32_t token = min(first_token_of(source.unit) + x_token(i), p.tokens - 1);
-      source.places[i] = token * (p.columns / 8) + source.chunk * (kChunk / 8) + lane / kTokenGroup;
-    }
+  __device__ __forceinline__ void find_place(Source& source) const {
+    const uint32_t token = min(first_token_of(source.unit) + x_token(), p.tokens - 1);
+    source.place = token * (p.columns / 8) + source.chunk * (kChunk / 8) + lane / kTokenGroup;
   }
-  using PartsOfX = uint4[kXParts][4];
-  __device__ __forceinline__ void load_x(Source& source, PartsOfX& x) const {
+  __device__ __forceinline__ void load_x(Source& source, uint4 (&x)[4]) const {
     const uint32_t columns = p.columns - source.chunk * kChunk;
-#pragma unroll
-    for (uint32_t i = 0; i < kXParts; ++i) {
-      const uint4* const own = p.x + source.places[i];
-      if (columns >= kChunk) {
-        load_quarters(own, x[i]);
-      } else {
-        load_quarters(own, x[i], [&](uint32_t t) { return t * 32 + lane / kTokenGroup * 8 < columns; });
-      }
-      source.places[i] += kChunk / 8;
+    const uint4* const own = p.x + source.place;
+    if (columns >= kChunk) {
+      load_quarters(own, x);
+    } else {
+      load_quarters(own, x, [&](uint32_t t) { return t * 32 + lane / kTokenGroup * 8 < columns; });
     }
+    source.place += kChunk / 8;
     --source.left;
     if (++source.chunk != end) return;
     source.chunk = begin;
     source.unit += clusters;
-    find_places(source);
+    find_place(source);
   }
-  __device__ __forceinline__ void store_x(SharedPlace to, const PartsOfX& x) const {
+  __device__ __forceinline__ void store_x(SharedPlace to, const uint4 (&x)[4]) const {
+    const SharedPlace own = to + lane / kTokenGroup * (4 * Form::kTokens * 16) + x_token() * 16;
 #pragma unroll
-    for (uint32_t i = 0; i < kXParts; ++i) {
-      const SharedPlace own = to + lane / kTokenGroup * (4 * Form::kTokens * 16) + x_token(i) * 16;
-#pragma unroll
-      for (uint32_t k = 0; k < 4; ++k)
-        instruction::store_shared(own + k * (Form::kTokens * 16), ordered(x[i], k));
-    }
+    for (uint32_t k = 0; k < 4; ++k)
+      instruction::store_shared(own + k * (Form::kTokens * 16), ordered(x, k));
   }
 
   // By the warps that order x. Loads are some chunks ahead, so that the second cache answers while others
-  // multiply: as many as registers are left for.
-  static constexpr uint32_t kXAhead = kXParts == 1 ? 3 : Form::kThreads <= 512 ? 2 : 1;
+  // multiply.
   __device__ __forceinline__ void fetch_and_order() const {
+    constexpr uint32_t kAhead = 3;
     const bool fetches_weights = threadIdx.x == Form::kConsumerWarps * kLanes;
     Place at = first();
     Source source{{}, at.unit, at.chunk, at.left};
-    find_places(source);
+    find_place(source);
     const uint32_t fetched = at.left > Form::kStages ? at.left - Form::kStages : 0;
     if (source.left == 0) return;  // so that the divisions above are over before the wait
-    PartsOfX x[kXAhead];
+    uint4 x[kAhead][4];
     instruction::wait_for_previous_kernel();
 #pragma unroll
-    for (uint32_t i = 0; i < kXAhead; ++i) {
+    for (uint32_t i = 0; i < kAhead; ++i) {
       if (source.left != 0) load_x(source, x[i]);
     }
     while (at.left != 0) {
 #pragma unroll
-      for (uint32_t i = 0; i < kXAhead; ++i) {
+      for (uint32_t i = 0; i < kAhead; ++i) {
         if (at.left == 0) break;
         wait_for_stage(at);
         if (fetches_weights && at.left <= fetched) fetch_weight(at);

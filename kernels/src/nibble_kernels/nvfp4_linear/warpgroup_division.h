@@ -8,8 +8,7 @@
 
 namespace nibble::warpgroup {
 
-// kStageCost: microseconds that a block takes for a chunk of a unit, on an H200; estimated for 16 tokens and
-// three warpgroups.
+// kStageCost: microseconds that a block takes for a chunk of a unit, on an H200.
 template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages>
 struct Forms {
   using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units>;
@@ -18,32 +17,26 @@ struct Forms {
   static constexpr uint32_t kTokens = Tokens, kRows = Units::kGroups * 16;
   static constexpr bool kHasClusters = Clusters::fits();
   static_assert(kHasClusters || Strips == 2);
-  static constexpr bool kHasRanges = Warpgroups != 3 && Tokens != 16;
-  static constexpr float kStageCost = (Tokens <= 16   ? 0.60f
-                                       : Tokens <= 32 ? 0.63f
-                                       : Tokens <= 64 ? 0.85f
-                                       : Strips == 1  ? 0.91f
-                                                      : 1.63f) *
-                                      (Warpgroups == 3 ? 0.78f : 1.0f);
-  // Microseconds of the kernel that orders x for equal ranges; none where all divisions need it.
-  static constexpr float kOrderCost = Units::kOrdersX ? 3.0f : 0.0f;
+  static constexpr float kStageCost = Tokens <= 32   ? 0.63f
+                                      : Tokens <= 64 ? 0.85f
+                                      : Strips == 1  ? 0.91f
+                                                     : 1.63f;
+  // What equal ranges cost besides: of each part of a unit, in chunks, and in microseconds the kernel that orders
+  // x, where other divisions need none.
+  static constexpr float kPartCost = Units::kOrdersX ? 2.0f : 4.0f, kOrderCost = Units::kOrdersX ? 1.0f : 0.0f;
 
   // Whether the form is for so many tokens. Two strips only for more than a tile has.
   static constexpr bool is_for(uint32_t tokens) {
-    const uint32_t tile = tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128;
+    const uint32_t tile = tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128;
     return Tokens == tile && (Strips == 1 || tokens > 128);
   }
 };
 
-// f(forms) of every form: tiles of 16, 32, 64 and 128 tokens by 256 and 192 rows, by 128 and 256 of the last.
+// f(forms) of every form: tiles of 32, 64 and 128 tokens by 256 rows, and of 128 by 128.
 template <class F>
 void for_every_form(F&& f) {
-  f(Forms<16, 4, 1, 8>());
-  f(Forms<16, 3, 1, 10>());
   f(Forms<32, 4, 1, 6>());
-  f(Forms<32, 3, 1, 8>());
   f(Forms<64, 4, 1, 4>());
-  f(Forms<64, 3, 1, 5>());
   f(Forms<128, 2, 1, 3>());
   f(Forms<128, 2, 2, 4>());
 }
@@ -96,12 +89,10 @@ std::optional<Division> division_of(const Shape& shape, uint32_t multiprocessors
     }
   }
   // Each block writes a part and adds those of others to its own.
-  if constexpr (Forms::kHasRanges) {
-    consider(Sharing::ranges, blocks, 1,
-             static_cast<float>(quotient_up(all, blocks)) +
-                 4.0f * static_cast<float>(quotient_up(blocks, units)),
-             Forms::kOrderCost);
-  }
+  consider(Sharing::ranges, blocks, 1,
+           static_cast<float>(quotient_up(all, blocks)) +
+               Forms::kPartCost * static_cast<float>(quotient_up(blocks, units)),
+           Forms::kOrderCost);
   return best;
 }
 

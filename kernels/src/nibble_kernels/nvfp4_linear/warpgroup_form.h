@@ -26,11 +26,11 @@ struct Form {
   static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
   static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
   static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
-  // Warps that bring x into order, the first one of which fetches weights. Without any, a kernel before this
-  // one orders x. That one also clears the flags of equal ranges.
+  // Warps that bring x into order, 8 tokens each; the first one also fetches weights. Without any, a kernel
+  // before this one orders x: with 64 tokens that is faster, and it clears the flags of equal ranges.
   static constexpr uint32_t kTokenGroups = Tokens / kTokenGroup;
-  static constexpr bool kOrdersX = Tokens <= 64 && !kRanges;
-  static constexpr uint32_t kXWarps = !kOrdersX ? 0 : kTokenGroups < 4 ? kTokenGroups : 4;
+  static constexpr bool kOrdersX = Tokens <= 32 && !kRanges;
+  static constexpr uint32_t kXWarps = kOrdersX ? kTokenGroups : 0;
   // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
   static constexpr bool kMovesRegisters = Tokens * Strips > 128 || (Tokens == 128 && kRanges);
   static constexpr uint32_t kThreads =
