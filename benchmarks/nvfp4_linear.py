@@ -1,14 +1,14 @@
 """Speed of nibble's products with NVFP4 weights beside cuBLAS in BF16, Marlin and Humming.
 
     python benchmarks/nvfp4_linear.py --out FILE [--shapes main|more|all] [--rows 1 2 4 ...]
-        [--without-vllm] [--alternatives] [--divisions]
+        [--without-vllm] [--alternatives] [--divisions decode|warpgroup]
 
 Every implementation has several copies of a shape's weights, enough to fill the L2 cache four
 times, and one CUDA graph that multiplies by each copy once. The graphs replay alternately, and the
 median counts. Bytes are those of codes and scales (BF16: of the weight). The read bandwidth is
-torch.sum's over 2 GiB in the same run. --alternatives adds the decode kernel up to 64 rows, and the
-product with a dequantized weight. --divisions measures every way to divide the decode kernel's
-work, instead of the other implementations.
+torch.sum's over 2 GiB in the same run. --alternatives adds the decode kernel up to 64 rows, the
+warpgroup kernel up to 16 rows on SM90, and the product with a dequantized weight. --divisions
+measures every way to divide a kernel's work, instead of the other implementations.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ import torch
 from machine import machine
 from nibble_kernels.nvfp4_linear.gpu import (
     MAX_DECODE_ROWS,
+    MAX_DECODE_ROWS_SM90,
     nvfp4_decode_linear,
     nvfp4_dequantize_weight,
+    nvfp4_warpgroup_linear,
     nvfp4_weight_linear,
 )
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
@@ -49,7 +51,8 @@ MORE = [(8192, 5120), (5120, 6144), (28672, 4096), (4096, 14336), (248320, 5120)
 SHAPES = {"main": MAIN, "more": MORE, "all": MAIN + MORE}
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 GLOBAL_SCALE = 0.01
-DECODE = "decode kernel"
+DECODE, WARPGROUP = "decode kernel", "warpgroup kernel"
+MOST_ROWS = {DECODE: MAX_DECODE_ROWS, WARPGROUP: MAX_DECODE_ROWS_SM90}  # elsewhere no alternative
 ROUNDS = 15
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -65,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--without-vllm", action="store_true")
     parser.add_argument("--alternatives", action="store_true")
-    parser.add_argument("--divisions", action="store_true")
+    parser.add_argument("--divisions", choices=DIVISIONS)
     options = parser.parse_args()
     torch.manual_seed(0)
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -89,7 +92,7 @@ def measure(options: argparse.Namespace) -> None:
     for rows, columns in SHAPES[options.shapes]:
         shape = (rows, columns)
         if options.divisions:
-            found = every_division(shape, options.rows, read)
+            found = every_division(shape, options.rows, read, DIVISIONS[options.divisions])
         else:
             products = implementations(shape, not options.without_vllm, options.alternatives)
             found = side_by_side(shape, options.rows, read, products)
@@ -112,28 +115,73 @@ def side_by_side(
             {
                 name: [partial(call, x) for call in calls]
                 for name, calls in products.items()
-                if name != DECODE or batch <= MAX_DECODE_ROWS
+                if batch <= MOST_ROWS.get(name, batch)
             }
         )
         yield row_of(shape, batch, times, read)
 
 
 def every_division(
-    shape: tuple[int, int], batches: list[int], read: float
+    shape: tuple[int, int],
+    batches: list[int],
+    read: float,
+    products_of: Callable[[int, PreparedWeight], dict[str, Product]],
 ) -> Iterator[dict[str, Any]]:
-    """The time with clusters of one, two and four thread blocks, and with the kernel's choice."""
+    """The time with each division, and with the kernel's choice."""
     weights = copies(shape)
-    divisions = [(), (1, 1), (2, 1), (4, 1)]
     for batch in batches:
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
-        products = {
-            str(division) if division else "nibble": [
-                partial(nvfp4_decode_linear, x, weight, GLOBAL_SCALE, division=division)
-                for weight in weights
-            ]
-            for division in divisions
+        products = [products_of(batch, weight) for weight in weights]
+        calls = {
+            name: [partial(each[name], x) for each in products]
+            for name, product in products[0].items()
+            if runs(product, x)
         }
-        yield row_of(shape, batch, interleaved(products), read)
+        yield row_of(shape, batch, interleaved(calls), read)
+
+
+def runs(product: Product, x: Tensor) -> bool:
+    """Whether this GPU can divide the work so."""
+    try:
+        product(x)
+    except RuntimeError as error:
+        if "no such division" not in str(error):
+            raise
+        return False
+    return True
+
+
+def decode_divisions(batch: int, weight: PreparedWeight) -> dict[str, Product]:
+    """Clusters of one, two and four thread blocks."""
+    divisions = [(), (1, 1), (2, 1), (4, 1)]
+    return {
+        str(division) if division else "nibble": partial(
+            nvfp4_decode_linear,
+            weight=weight,
+            global_scale=GLOBAL_SCALE,
+            division=division,
+        )
+        for division in divisions
+    }
+
+
+def warpgroup_divisions(batch: int, weight: PreparedWeight) -> dict[str, Product]:
+    """Every form for so many rows: whole units, clusters of 2 to 8 thread blocks, equal ranges."""
+    tokens = next((tile for tile in (32, 64) if batch <= tile), 128)
+    found: dict[str, Product] = {}
+    for rows in (256,) if tokens <= 64 else (128, 256):
+        sharings = [(0, 1), *((1, ranks) for ranks in range(2, 9)), (2, 1)]
+        for division in [(), *((tokens, rows, *sharing) for sharing in sharings)]:
+            found[str(division) if division else "nibble"] = partial(
+                nvfp4_warpgroup_linear,
+                weight=weight,
+                global_scale=GLOBAL_SCALE,
+                division=division,
+            )
+    return found
+
+
+DIVISIONS = {"decode": decode_divisions, "warpgroup": warpgroup_divisions}
 
 
 def row_of(
@@ -193,6 +241,11 @@ def implementations(
             lambda x, weight=weight: nvfp4_decode_linear(x, weight, GLOBAL_SCALE)
             for weight in weights
         ]
+        if torch.cuda.get_device_capability() == (9, 0):
+            found[WARPGROUP] = [
+                lambda x, weight=weight: nvfp4_warpgroup_linear(x, weight, GLOBAL_SCALE)
+                for weight in weights
+            ]
         found["dequantized"] = [
             lambda x, weight=weight: torch.addmm(
                 x.new_empty(1),

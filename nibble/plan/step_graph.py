@@ -61,8 +61,8 @@ def choose_step_graph(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice 
 
 
 def _untested(checkpoint: Checkpoint | None) -> str:
-    """What of the model has not run in steps from graphs; empty if each of its layers keeps keys and
-    values of all tokens, or is a gated delta net.
+    """What of the model has not run in steps from graphs; empty if each of its layers keeps keys
+    and values of all tokens, or is a gated delta net.
     """
     if checkpoint is None:
         return "the checkpoint is unknown until pull"

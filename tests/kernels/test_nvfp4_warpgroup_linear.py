@@ -24,9 +24,10 @@ from tests.support.kernels.kernel_cases import (
 CHOICE = Path(__file__).parents[2] / "kernels/src/nibble_kernels/nvfp4_linear/weight_linear.cu"
 SHAPES = [(16, 32), (24, 176), (136, 1056)]  # rows and columns of the weight
 LARGE_SHAPES = [(1544, 2048), (520, 17408), (6144, 4096)]
-ROWS = (17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 257, 300)
+ROWS = (1, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 257, 300)
 BUCKETS = ((17, 32), (33, 64), (65, 128))  # a row's result does not depend on the others
-TILES = (32, 64, 128, 256)  # which forms of warpgroup.cu: the last one has two strips
+# Tokens and rows of a unit: every form of warpgroup_division.h. The last one has two strips.
+FORMS = ((32, 256), (64, 256), (128, 128), (128, 256))
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup.cuh
 ONLY_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -61,13 +62,13 @@ def warpgroup(x: Tensor, weight: Any, global_scale: float = GLOBAL_SCALE, **rest
     return nvfp4_warpgroup_linear(x.to(device), weight, global_scale, **moved).cpu()
 
 
-def divisions(chunks: int) -> list[tuple[int, int, int]]:
+def divisions(chunks: int) -> list[tuple[int, int, int, int]]:
     """Every division of the work into which `chunks` chunks of columns can be divided."""
     found = []
-    for tokens in TILES:
-        found += [(tokens, UNITS, 1), (tokens, RANGES, 1)]
-        if tokens != 256:
-            found += [(tokens, CLUSTERS, ranks) for ranks in range(2, min(8, chunks) + 1)]
+    for form in FORMS:
+        found += [(*form, UNITS, 1), (*form, RANGES, 1)]
+        if form != (128, 256):
+            found += [(*form, CLUSTERS, ranks) for ranks in range(2, min(8, chunks) + 1)]
     return found
 
 
@@ -77,10 +78,10 @@ def test_every_code_under_every_scale_is_exact(device: str, dtype: torch.dtype) 
     codes, scales = one_of_each()
     expected = values_of(codes, scales).T + 0.0
     weight = prepared(device, codes, scales, native=dtype == torch.float16)
-    for tokens in TILES:
-        x = torch.eye(64, dtype=dtype).repeat(max(1, tokens // 64), 1)[:tokens]
-        y = warpgroup(x, weight, 1.0, division=(tokens, UNITS, 1))
-        assert torch.equal(y.double() + 0.0, expected.repeat(len(x) // 64 + 1, 1)[: len(x)]), tokens
+    for tokens, rows in FORMS:
+        x = torch.eye(64, dtype=dtype).repeat(max(1, tokens // 64), 1)
+        y = warpgroup(x, weight, 1.0, division=(tokens, rows, UNITS, 1))
+        assert torch.equal(y.double() + 0.0, expected.repeat(len(x) // 64, 1)), (tokens, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,9 +111,25 @@ def test_every_division_of_the_work_gives_the_sum(cuda: str, rows: int, columns:
     weight, w = prepared(cuda, codes, scales), values_of(codes, scales)
     x = activations(140, columns, torch.bfloat16)
     for division in divisions(-(-columns // 128)):
-        for tokens in (min(division[0] - 3, 135), 140):
+        for tokens in (division[0] - 3, 140):
             y = warpgroup(x[:tokens], weight, division=division)
             assert_rounded_once(y, x[:tokens], w, torch.tensor(GLOBAL_SCALE).double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_residual_is_added_to_the_rounded_sum_in_every_division(
+    cuda: str, form: tuple[int, int]
+) -> None:
+    rows, columns = 1032, 1040
+    weight = prepared(cuda, *packed_weight(rows, columns))
+    x = activations(140, columns, torch.bfloat16)
+    residual = torch.randn(140, rows).bfloat16()
+    for division in divisions(-(-columns // 128)):
+        if division[:2] == form:
+            expected = warpgroup(x, weight, division=division) + residual
+            y = warpgroup(x, weight, division=division, residual=residual)
+            assert_same_bits((y,), (expected,), division)
 
 
 def test_silu_mul_comes_before_the_only_rounding(device: str) -> None:
@@ -121,7 +138,7 @@ def test_silu_mul_comes_before_the_only_rounding(device: str) -> None:
     gate, up = (1e-4 * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up
     bound = exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6
-    for rows in (20, 60, 120, 140):
+    for rows in (9, 20, 60, 120, 140):
         y = warpgroup(x[:rows], weight, 1e-4, silu_mul=True).double()
         assert ((y - exact[:rows]).abs() <= bound[:rows]).all(), rows
 
@@ -178,7 +195,7 @@ def test_a_rows_result_does_not_depend_on_its_batch(cuda: str, shape: tuple[int,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [24, 48, 100, 300])
+@pytest.mark.parametrize("rows", [9, 24, 48, 100, 300])
 def test_a_hundred_replays_of_a_graph_give_the_same_bits(cuda: str, rows: int) -> None:
     """One product after the other, as in a model: each begins while the last ends."""
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_warpgroup_linear

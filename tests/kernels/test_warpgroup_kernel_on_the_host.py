@@ -28,7 +28,8 @@ from tests.support.kernels.kernel_cases import (
 )
 
 GLOBAL_SCALE = 1.23e-4
-FEW, SOME, MANY, WIDE = range(4)  # of warpgroup_division.h: tiles of 32, 64, 128 and 128 tokens
+# Of warpgroup_division.h: tiles of 32, 64 and 128 tokens by 256, 256 and 128 rows, of 128 by 256.
+FEW, SOME, MANY, WIDE = range(4)
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup_form.h
 # Form, sharing, rows of x, N, K, clusters, thread blocks of each. Half a chunk at a row's end, more
 # chunks than stages, several units of a block, ranks of unequal length, ranges that begin and end
@@ -48,6 +49,10 @@ CASES = [
     (SOME, RANGES, 100, 272, 400, 3, 1),
     (MANY, RANGES, 130, 136, 528, 4, 1),
     (WIDE, RANGES, 129, 264, 528, 5, 1),
+    (FEW, UNITS, 27, 200, 1296, 1, 1),
+    (FEW, CLUSTERS, 9, 520, 912, 1, 2),
+    (FEW, CLUSTERS, 40, 392, 1296, 2, 2),
+    (SOME, CLUSTERS, 64, 600, 656, 1, 3),
 ]
 Multiply = Callable[..., Tensor]
 
@@ -108,7 +113,7 @@ def test_sums_are_rounded_once(multiply: Multiply, case: tuple[int, ...]) -> Non
     check_rounded_once(multiply, case, torch.bfloat16, late=True)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[9], CASES[13]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:14:4], CASES[7], *CASES[15:]], ids=str)
 def test_copies_and_products_that_are_over_at_once_give_the_same_bits(
     multiply: Multiply, case: tuple[int, ...]
 ) -> None:
@@ -119,12 +124,12 @@ def test_copies_and_products_that_are_over_at_once_give_the_same_bits(
     assert_rounded_once(now, x, values_of(*weight), torch.tensor(GLOBAL_SCALE).double())
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[11]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[11], CASES[17]], ids=str)
 def test_float16_is_rounded_once(multiply: Multiply, case: tuple[int, ...]) -> None:
     check_rounded_once(multiply, case, torch.float16, late=True)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[9]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[9], CASES[14], CASES[15]], ids=str)
 def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply, case: tuple[int, ...]) -> None:
     _, _, tokens, rows, columns, _, _ = case
     weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
@@ -134,7 +139,7 @@ def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply, case: tuple
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("case", [CASES[6], CASES[10]], ids=str)
+@pytest.mark.parametrize("case", [CASES[3], CASES[6], CASES[10], CASES[13], *CASES[14:]], ids=str)
 def test_a_residual_is_added_to_the_rounded_sum(multiply: Multiply, case: tuple[int, ...]) -> None:
     _, _, tokens, rows, columns, _, _ = case
     weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
@@ -143,7 +148,7 @@ def test_a_residual_is_added_to_the_rounded_sum(multiply: Multiply, case: tuple[
     assert_same_bits((multiply(case, x, weight, residual=residual),), (expected,))
 
 
-@pytest.mark.parametrize("case", [CASES[6], CASES[10]], ids=str)
+@pytest.mark.parametrize("case", [CASES[6], CASES[10], CASES[16]], ids=str)
 def test_a_row_does_not_depend_on_the_others_of_its_tile(
     multiply: Multiply, case: tuple[int, ...]
 ) -> None:
@@ -159,19 +164,21 @@ def divided(
     library: ctypes.CDLL, form: int, tokens: int, shape: tuple[int, int], multiprocessors: int
 ) -> tuple[int, int, int]:
     """Sharing, clusters and thread blocks of each that warpgroup_division.h chooses."""
-    chosen = (ctypes.c_uint32 * 3)()
+    chosen = (ctypes.c_uint32 * 4)()
     library.divide_on_the_host(form, tokens, *shape, multiprocessors, chosen)
+    assert chosen[3], "the form is not for so many tokens"
     return chosen[0], chosen[1], chosen[2]
 
 
 def test_a_division_fits_the_device_and_depends_on_the_bucket_alone(library: ctypes.CDLL) -> None:
     generator, seen = random.Random(0), set[int]()
+    buckets = {FEW: (17, 32), SOME: (33, 64), MANY: (65, 128), WIDE: (999,)}
     for _ in range(300):
         shape = 8 * generator.randrange(1, 4000), 16 * generator.randrange(1, 1100)
         multiprocessors = generator.choice((132, 114, 78))
         chunks = -(-shape[1] // 128)
-        for form, buckets in ((FEW, (1, 32)), (SOME, (33, 64)), (MANY, (65, 128)), (WIDE, (999,))):
-            found = {divided(library, form, one, shape, multiprocessors) for one in buckets}
+        for form, tokens in buckets.items():
+            found = {divided(library, form, one, shape, multiprocessors) for one in tokens}
             assert len(found) == 1, (form, shape)
             sharing, clusters, ranks = found.pop()
             assert clusters >= 1 and clusters * ranks <= multiprocessors
@@ -184,7 +191,11 @@ def test_a_division_fits_the_device_and_depends_on_the_bucket_alone(library: cty
 def test_the_chosen_division_gives_the_sum(
     library: ctypes.CDLL, multiply: Multiply, multiprocessors: int
 ) -> None:
-    for form, tokens, rows, columns in ((FEW, 27, 264, 912), (MANY, 70, 136, 656)):
+    for form, tokens, rows, columns in (
+        (FEW, 27, 264, 912),
+        (SOME, 64, 264, 528),
+        (MANY, 70, 136, 656),
+    ):
         division = divided(library, form, tokens, (rows, columns), multiprocessors)
         case = (form, division[0], tokens, rows, columns, *division[1:])
         check_rounded_once(multiply, case, torch.bfloat16, late=True)

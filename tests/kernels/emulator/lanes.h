@@ -150,9 +150,13 @@ class EmulatedBarrier {
  public:
   explicit EmulatedBarrier(uint32_t size) : size_(size) {}
   void arrive_and_wait() { wait(arrive()); }
-  uint32_t arrive() {  // the phase that it ends or waits for
+  // The phase to wait for.
+  uint32_t arrive() {
     const uint32_t now = phase_;
-    if (++arrived_ == size_) arrived_ = 0, ++phase_;
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++phase_;
+    }
     return now;
   }
   void wait(uint32_t phase) {

@@ -1,4 +1,9 @@
 // The warpgroup kernel's own source, run on the host: test_warpgroup_kernel_on_the_host.py.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
 #include "nvfp4_linear/warpgroup.cuh"
 #include "nvfp4_linear/warpgroup_division.h"
 #include "run_cluster.h"
@@ -7,14 +12,38 @@ using namespace nibble::warpgroup;
 
 namespace {
 
+// A copy with a page behind it that ends the process when it is read.
+class Guarded {
+ public:
+  Guarded(const void* data, size_t bytes) {
+    const size_t page = static_cast<size_t>(getpagesize()), pages = (bytes + page - 1) / page * page;
+    size_ = pages + page;
+    begin_ = static_cast<uint8_t*>(
+        mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (begin_ == MAP_FAILED || mprotect(begin_ + pages, page, PROT_NONE) != 0) std::abort();
+    data_ = reinterpret_cast<uint4*>(begin_ + pages - bytes);
+    std::memcpy(data_, data, bytes);
+  }
+  Guarded(const Guarded&) = delete;
+  ~Guarded() { munmap(begin_, size_); }
+  const uint4* data() const { return data_; }
+
+ private:
+  uint8_t* begin_;
+  uint4* data_;
+  size_t size_;
+};
+
 template <uint32_t Tokens>
 std::vector<uint4> order(const uint4* x, const Problem& p) {
   std::vector<uint4> ordered_x(size_t{p.token_tiles} * p.chunks * kSteps * 2 * Tokens);
   for (uint32_t tile = 0; tile < p.token_tiles; ++tile) {
     for (uint32_t i = 0; i < Tokens * p.chunks * kPieces; ++i) {
       const uint32_t piece = i % kPieces, chunk = i / kPieces % p.chunks, token = i / kPieces / p.chunks;
+      const uint32_t row = tile * Tokens + token, column = chunk * kChunk + piece * 8;
       uint4 quarters[4];
-      load_quarters(x, tile * Tokens + token, p.tokens, chunk, p.columns, piece, quarters);
+      load_quarters(x + (size_t{row} * p.columns + column) / 8, quarters,
+                    [&](uint32_t t) { return row < p.tokens && column + t * 32 < p.columns; });
       uint4* const to =
           &ordered_x[((size_t{tile} * p.chunks + chunk) * kSteps + piece * 2) * 2 * Tokens + token];
       for (uint32_t k = 0; k < 4; ++k) to[k * Tokens] = ordered(quarters, k);
@@ -24,7 +53,7 @@ std::vector<uint4> order(const uint4* x, const Problem& p) {
 }
 
 template <class T, class Operand, class Form>
-void run(Problem p, const uint4* x, const uint32_t* codes, const uint32_t* scales, uint32_t clusters) {
+void run(Problem p, const uint4* given_x, const uint32_t* codes, const uint32_t* scales, uint32_t clusters) {
   const auto map = [&](const uint32_t* words, uint32_t bytes) {
     return CUtensorMap{words, bytes / 4 * p.chunks, p.groups, bytes / 4, Form::kGroups};
   };
@@ -32,8 +61,10 @@ void run(Problem p, const uint4* x, const uint32_t* codes, const uint32_t* scale
   p.scales = map(scales, kScaleBytes);
   p.row_blocks = (p.groups + Form::kGroups - 1) / Form::kGroups;
   p.token_tiles = (p.tokens + Form::kTokens - 1) / Form::kTokens;
-  const std::vector<uint4> x_in_order = order<Form::kTokens>(x, p);
-  p.x = x_in_order.data();
+  const Guarded guarded_x(given_x, size_t{p.tokens} * p.columns * 2);
+  const uint4* const x = guarded_x.data();
+  const std::vector<uint4> x_in_order = Form::kOrdersX ? std::vector<uint4>() : order<Form::kTokens>(x, p);
+  p.x = Form::kOrdersX ? x : x_in_order.data();
   const float nan = __uint_as_float(~0u);
   std::vector<float4> parts(Form::kRanges ? size_t{clusters} * Form::kSlots * kLanes : 0, {nan, nan, nan, nan});
   std::vector<uint32_t> flags(clusters * Form::kConsumerWarps);
@@ -52,18 +83,22 @@ void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32
                  const uint32_t* scales, uint32_t clusters) {
   if (sharing == Sharing::units)
     return run<T, Operand, typename Forms::Units>(p, x, codes, scales, clusters);
-  if (sharing == Sharing::ranges)
-    return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
-  if constexpr (Forms::kHasClusters) run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);
+  if (sharing == Sharing::ranges) return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
+  if constexpr (Forms::kHasClusters) {
+    if (sharing == Sharing::clusters)
+      return run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);
+  }
+  std::fprintf(stderr, "this form has no such sharing\n");
+  std::abort();
 }
 
 // f(a form of warpgroup_division.h)
 template <class F>
 void with_forms(uint32_t number, F&& f) {
-  if (number == 0) return f(Few());
-  if (number == 1) return f(Some());
-  if (number == 2) return f(Many());
-  f(Wide());
+  uint32_t i = 0;
+  for_every_form([&](auto forms) {
+    if (i++ == number) f(forms);
+  });
 }
 
 }  // namespace
@@ -104,5 +139,6 @@ extern "C" void divide_on_the_host(uint32_t form, uint32_t tokens, uint32_t outp
     chosen[0] = static_cast<uint32_t>(division.sharing);
     chosen[1] = division.clusters;
     chosen[2] = division.ranks;
+    chosen[3] = Forms::is_for(tokens);
   });
 }

@@ -273,13 +273,13 @@ def nvfp4_warpgroup_linear(
     silu_mul: bool = False,
     division: Sequence[int] = (),
 ) -> Tensor:
-    """nvfp4_decode_linear for many rows. Compiled for SM90 alone.
+    """nvfp4_decode_linear for more rows. Compiled for SM90 alone.
 
     A residual is added to what is rounded already, and the sum is rounded.
 
-    A row's result depends on the number of rows through its bucket (up to 32, 64, 128), and above
-    128 through the number. division: (tokens of a tile, Sharing of warpgroup.cuh, thread blocks of
-    a cluster), for tests and measurements.
+    A row's result depends on the number of rows through its bucket (up to 16, 32, 64, 128), and
+    above 128 through the number. division: (tokens of a tile, rows of a thread block, Sharing of
+    warpgroup_form.h, thread blocks of a cluster), for tests and measurements.
     """
     rest = (residual, silu_mul, list(division))
     return _warpgroup(x, *weight, global_scale, column_scale, bias, *rest)

@@ -61,47 +61,98 @@ __device__ __forceinline__ const uint32_t* pair_at(const void* matrix, size_t pl
   return reinterpret_cast<const uint32_t*>(static_cast<const T*>(matrix) + place);
 }
 
-// Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
-// then of the lower half's. A residual is added to what is rounded already.
-template <class T, class Operand>
-__device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
-                                      const float4& sums) {
-  const uint32_t lane = threadIdx.x % kLanes, half = to.outputs / 2, upper = group * kGroup + lane / 4;
+// Column scales and biases of a lane's rows of a group, in the upper and in the lower half.
+struct Factors {
+  float upper, lower, upper_bias, lower_bias;
+};
+template <class T>
+__device__ __forceinline__ Factors factors_of(const Output& to, uint32_t group) {
+  const uint32_t half = to.outputs / 2, upper = group * kGroup + threadIdx.x % kLanes / 4;
   const bool is_there = upper < half;
   const auto factor = [&](uint32_t row) {
     return to.column_scale && is_there ? __ldg(to.column_scale + row) : 1.0f;
   };
   const auto bias = [&](uint32_t row) {
-    return to.bias && is_there ? to_float(static_cast<const T*>(to.bias)[row]) : 0.0f;
+    return to.bias && is_there ? to_float(__ldg(static_cast<const T*>(to.bias) + row)) : 0.0f;
   };
+  return {factor(upper), factor(upper + half), bias(upper), bias(upper + half)};
+}
+
+// Of 8 tokens and a group, a lane writes two neighbouring rows of one token, in each half.
+struct Target {
+  size_t upper, lower;
+  bool is_there;
+};
+__device__ __forceinline__ Target target_of(const Output& to, uint32_t tokens, uint32_t group,
+                                            uint32_t first_token) {
+  const uint32_t lane = threadIdx.x % kLanes, half = to.outputs / 2;
+  const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
+  const size_t upper = size_t{token} * (to.silu_mul ? half : to.outputs) + row;
+  return {upper, upper + half, token < tokens && row < half};
+}
+template <class T>
+__device__ __forceinline__ uint2 residual_of(const Output& to, uint32_t tokens, uint32_t group,
+                                             uint32_t first_token) {
+  const Target at = target_of(to, tokens, group, first_token);
+  uint2 pairs{};
+  if (to.residual && at.is_there) {
+    pairs.x = __ldcg(pair_at<T>(to.residual, at.upper));
+    if (!to.silu_mul) pairs.y = __ldcg(pair_at<T>(to.residual, at.lower));
+  }
+  return pairs;
+}
+
+// Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
+// then of the lower half's. A residual is added to what is rounded already.
+template <class T, class Operand>
+__device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
+                                      const float4& sums, const Factors& factors, const uint2& residual) {
   const auto finished = [&](float sum, float column_scale, float bias) {
     sum *= Operand::kUnit;
     sum *= to.global_scale;
     return sum * column_scale + bias;
   };
-  const float upper_factor = factor(upper), lower_factor = factor(upper + half), upper_bias = bias(upper),
-              lower_bias = bias(upper + half);
-  const float y0 = finished(sums.x, upper_factor, upper_bias),
-              y1 = finished(sums.y, upper_factor, upper_bias),
-              z0 = finished(sums.z, lower_factor, lower_bias),
-              z1 = finished(sums.w, lower_factor, lower_bias);
-  // Lanes then have two neighbouring rows of one token.
-  const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
-  const bool writes = token < tokens && row < half;
-  const auto store = [&](size_t place, uint32_t pair) {
-    if (to.residual) pair = sums_of(T(), pair, *pair_at<T>(to.residual, place));
+  const float y0 = finished(sums.x, factors.upper, factors.upper_bias),
+              y1 = finished(sums.y, factors.upper, factors.upper_bias),
+              z0 = finished(sums.z, factors.lower, factors.lower_bias),
+              z1 = finished(sums.w, factors.lower, factors.lower_bias);
+  const Target at = target_of(to, tokens, group, first_token);
+  const auto store = [&](size_t place, uint32_t pair, uint32_t residual) {
+    if (to.residual) pair = sums_of(T(), pair, residual);
     *const_cast<uint32_t*>(pair_at<T>(to.out, place)) = pair;
   };
   if (to.silu_mul) {
     const auto product = [](float y, float z) { return y / (1.0f + __expf(-y)) * z; };
     const uint32_t pair = instruction::transpose_pairs(pair_of(T(), product(y0, z0), product(y1, z1)));
-    if (writes) store(size_t{token} * half + row, pair);
+    if (at.is_there) store(at.upper, pair, residual.x);
   } else {
     const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0, y1));
     const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0, z1));
-    if (writes) {
-      store(size_t{token} * to.outputs + row, pair);
-      store(size_t{token} * to.outputs + half + row, other);
+    if (at.is_there) {
+      store(at.upper, pair, residual.x);
+      store(at.lower, other, residual.y);
+    }
+  }
+}
+
+// Writes sums(i) of `Count` times 8 tokens and of a group. The compiler keeps loads and stores in order, so
+// residuals are loaded before anything is written, those of several i at a time.
+template <class T, class Operand, uint32_t Count, class F>
+__device__ __forceinline__ void write_all(const Output& to, uint32_t tokens, uint32_t group,
+                                          uint32_t first_token, F&& sums) {
+  constexpr uint32_t kAtOnce = Count < 8 ? Count : 8;
+  static_assert(Count % kAtOnce == 0);
+  const Factors factors = factors_of<T>(to, group);
+#pragma unroll
+  for (uint32_t first = 0; first < Count; first += kAtOnce) {
+    uint2 residuals[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i)
+      residuals[i] = residual_of<T>(to, tokens, group, first_token + (first + i) * kTokenGroup);
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      write<T, Operand>(to, tokens, group, first_token + (first + i) * kTokenGroup, sums(first + i), factors,
+                        residuals[i]);
     }
   }
 }

@@ -138,12 +138,9 @@ struct Matrix {
 
   __device__ __forceinline__ void write(const Unit& unit, uint32_t warp,
                                         const float (&sums)[Form::kTokenGroups][4]) const {
-#pragma unroll
-    for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
-      warpgroup::write<T, Products>(p.output, p.tokens, unit.first_group + warp,
-                                    unit.first_token + i * kTokenGroup,
-                                    make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
-    }
+    warpgroup::write_all<T, Products, Form::kTokenGroups>(
+        p.output, p.tokens, unit.first_group + warp, unit.first_token,
+        [&](uint32_t i) { return make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]); });
   }
 };
 

@@ -27,8 +27,10 @@ __global__ void __launch_bounds__(kOrderWarps* kLanes)
   const uint32_t token = token_group * kTokenGroup + lane % kTokenGroup, piece = lane / kTokenGroup;
   const uint32_t tile = token / Tokens;
   if (tile * Tokens >= tokens) return;
+  const uint32_t first_column = chunk * kChunk + piece * 8;
   uint4 quarters[4];
-  load_quarters(x, token, tokens, chunk, columns, piece, quarters);
+  load_quarters(x + (size_t{token} * columns + first_column) / 8, quarters,
+                [&](uint32_t t) { return token < tokens && first_column + t * 32 < columns; });
   to += ((size_t{tile} * chunks + chunk) * kSteps + piece * 2) * 2 * Tokens + token % Tokens;
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) to[i * Tokens] = ordered(quarters, i);
@@ -70,28 +72,31 @@ void multiply_with(Run& run, uint32_t clusters, uint32_t ranks) {
   p.ranks = ranks;
   p.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
-  const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
-  const int64_t part_bytes = Form::kRanges ? int64_t{clusters} * Form::kSlots * Form::kSlotBytes : 0;
-  const uint32_t flags = Form::kRanges ? clusters * Form::kConsumerWarps : 0;
-  const Tensor work =
-      torch::stable::new_empty(run.x, {(x_bytes + part_bytes + flags * 4) / 2}, run.x.scalar_type());
-  uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
-  p.x = reinterpret_cast<const uint4*>(begin);
-  p.parts = reinterpret_cast<float4*>(begin + x_bytes);
-  p.flags = reinterpret_cast<uint32_t*>(begin + x_bytes + part_bytes);
-  const uint32_t warps = p.token_tiles * (Form::kTokens / kTokenGroup) * p.chunks;
-  Launch order(quotient_up(warps, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
-  order(order_x<Form::kTokens>, static_cast<const uint4*>(run.x.const_data_ptr()),
-        reinterpret_cast<uint4*>(begin), p.tokens, p.columns, p.chunks, p.flags, flags);
+  p.x = static_cast<const uint4*>(run.x.const_data_ptr());
+  std::optional<Tensor> work;
+  if constexpr (!Form::kOrdersX) {
+    const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
+    const int64_t part_bytes = Form::kRanges ? int64_t{clusters} * Form::kSlots * Form::kSlotBytes : 0;
+    const uint32_t flags = Form::kRanges ? clusters * Form::kConsumerWarps : 0;
+    work = torch::stable::new_empty(run.x, {(x_bytes + part_bytes + flags * 4) / 2}, run.x.scalar_type());
+    uint8_t* const begin = static_cast<uint8_t*>(work->mutable_data_ptr());
+    p.parts = reinterpret_cast<float4*>(begin + x_bytes);
+    p.flags = reinterpret_cast<uint32_t*>(begin + x_bytes + part_bytes);
+    const uint32_t warps = p.token_tiles * Form::kTokenGroups * p.chunks;
+    Launch order(quotient_up(warps, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
+    order(order_x<Form::kTokens>, p.x, reinterpret_cast<uint4*>(begin), p.tokens, p.columns, p.chunks,
+          p.flags, flags);
+    p.x = reinterpret_cast<const uint4*>(begin);
+  }
   Launch launch(clusters * ranks, ranks, Form::kThreads, Form::shared_bytes(ranks), run.stream);
   launch(multiply<T, Operand, Form>, p);
 }
 
 // The division for a form. Those that Run.division leaves, if it is not empty.
 template <class T, class Operand, class Forms>
-Division division_for(const Run& run) {
+std::optional<Division> division_for(const Run& run) {
   const Problem& p = run.problem;
-  const std::optional<Division> best = division_of<Forms>(
+  return division_of<Forms>(
       {p.tokens, p.groups, p.chunks}, run.device.multiprocessors,
       [&](uint32_t ranks) {
         using Clusters = typename Forms::Clusters;
@@ -99,11 +104,9 @@ Division division_for(const Run& run) {
             ranks, Clusters::kThreads, Clusters::shared_bytes(ranks), run.device);
       },
       [&](Sharing sharing, uint32_t ranks) {
-        return run.division.empty() || (run.division[1] == static_cast<int64_t>(sharing) &&
-                                        run.division[2] == static_cast<int64_t>(ranks));
+        return run.division.empty() || (run.division[2] == static_cast<int64_t>(sharing) &&
+                                        run.division[3] == static_cast<int64_t>(ranks));
       });
-  require(best.has_value(), "no such division of ", p.chunks, " chunks here");
-  return *best;
 }
 
 template <class T, class Operand, class Forms>
@@ -112,29 +115,33 @@ void multiply_as(Run& run, const Division& division) {
   const Shape shape{p.tokens, p.groups, p.chunks};
   p.row_blocks = shape.row_blocks<Forms>();
   p.token_tiles = shape.token_tiles<Forms>();
-  if (division.sharing == Sharing::units)
-    return multiply_with<T, Operand, typename Forms::Units>(run, division.clusters, 1);
   if constexpr (Forms::kHasClusters) {
     if (division.sharing == Sharing::clusters)
       return multiply_with<T, Operand, typename Forms::Clusters>(run, division.clusters, division.ranks);
   }
-  multiply_with<T, Operand, typename Forms::Ranges>(run, division.clusters, 1);
+  if (division.sharing == Sharing::ranges)
+    return multiply_with<T, Operand, typename Forms::Ranges>(run, division.clusters, 1);
+  multiply_with<T, Operand, typename Forms::Units>(run, division.clusters, 1);
 }
 
 template <class T, class Operand>
 void multiply_all(Run& run) {
-  const auto multiply_in = [&](auto forms) {
-    using Chosen = typename decltype(forms)::type;
-    multiply_as<T, Operand, Chosen>(run, division_for<T, Operand, Chosen>(run));
-  };
-  const int64_t tokens = run.division.empty() ? run.problem.tokens : run.division[0];
-  if (tokens <= 32) return multiply_in(TypeOf<Few>());
-  if (tokens <= 64) return multiply_in(TypeOf<Some>());
-  if (tokens <= 128) return multiply_in(TypeOf<Many>());
-  if (!run.division.empty()) return multiply_in(TypeOf<Wide>());
-  const Division many = division_for<T, Operand, Many>(run), wide = division_for<T, Operand, Wide>(run);
-  if (many.cost <= wide.cost) return multiply_as<T, Operand, Many>(run, many);
-  multiply_as<T, Operand, Wide>(run, wide);
+  std::optional<Division> best;
+  void (*multiply_best)(Run&, const Division&) = nullptr;
+  for_every_form([&](auto forms) {
+    using Considered = decltype(forms);
+    const bool is_considered =
+        run.division.empty()
+            ? Considered::is_for(run.problem.tokens)
+            : run.division[0] == Considered::kTokens && run.division[1] == Considered::kRows;
+    if (!is_considered) return;
+    const std::optional<Division> found = division_for<T, Operand, Considered>(run);
+    if (!found || (best && best->cost <= found->cost)) return;
+    best = found;
+    multiply_best = multiply_as<T, Operand, Considered>;
+  });
+  require(best.has_value(), "no such division of ", run.problem.chunks, " chunks here");
+  multiply_best(run, *best);
 }
 
 const void* data_or_null(const std::optional<Tensor>& tensor) {
@@ -169,6 +176,9 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   problem.tokens = static_cast<uint32_t>(x.numel() / checked.columns);
   problem.output.silu_mul = silu_mul;
   if (problem.tokens == 0) return out;
+  require(division.empty() || division.size() == 4,
+          "expected a division of tokens, rows, sharing and blocks of a cluster, found ", division.size(),
+          " numbers");
   require(native == (x.scalar_type() == ScalarType::Half),
           "expected codes prepared for the activations' type");
   Run run{problem, checked.codes, checked.scales, x, device, division, current_stream(x)};

@@ -1,9 +1,10 @@
 // Many rows of activations times an NVFP4 weight on SM90: the decode kernel's weight as the register operand
 // of a warpgroup's products. Layouts, order of work and measurements: docs/kernels/nvfp4_linear.md.
 //
-// A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One warp fetches weights
-// and x in bulk; the others decode a quarter of a tile while the tensor cores multiply the one before. Blocks
-// of a cluster share the columns; their sums meet in shared memory, in the order of ranks.
+// A warpgroup has strips of 64 rows, four of the weight's groups, one for each warp. One thread fetches
+// weights in bulk. x comes in bulk too where a kernel before this one has ordered it; for few tokens, up to
+// four warps order it here. The others decode a quarter of a tile while the tensor cores multiply the one
+// before. Blocks of a cluster share the columns; their sums meet in shared memory, in the order of ranks.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +18,9 @@ namespace nibble::warpgroup {
 
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
-  const uint4* x;             // [tiles of tokens, chunks, steps, 2, tokens of a tile]: order_x
+  // [tokens, columns] where a form orders x, else what order_x made of it: [tiles of tokens, chunks, steps,
+  // 2, tokens of a tile].
+  const uint4* x;
   Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
@@ -27,21 +30,21 @@ struct Problem {
   uint32_t* flags;
 };
 
-// A lane's part of bringing x [tokens, columns] into order: 8 columns of each quarter t of a chunk. Of a
-// product's 16 columns a lane of the weight has the pairs (32 t + 4 step) and (32 t + 4 step + 2).
-__device__ __forceinline__ void load_quarters(const uint4* x, uint32_t token, uint32_t tokens, uint32_t chunk,
-                                              uint32_t columns, uint32_t piece, uint4 (&quarters)[4]) {
+// A lane's part of bringing x into order: 8 columns of each quarter t of a token's chunk. Of a product's 16
+// columns a lane of the weight has the pairs (32 t + 4 step) and (32 t + 4 step + 2).
+__device__ __forceinline__ void load_quarters(const uint4* x, uint4 (&quarters)[4]) {
 #pragma unroll
-  for (uint32_t t = 0; t < 4; ++t) {
-    const uint32_t column = chunk * kChunk + t * 32 + piece * 8;
-    quarters[t] = make_uint4(0, 0, 0, 0);
-    if (token < tokens && column < columns) quarters[t] = __ldcg(x + (size_t{token} * columns + column) / 8);
-  }
+  for (uint32_t t = 0; t < 4; ++t) quarters[t] = __ldcg(x + t * 4);
+}
+// Zeros for quarters that are not there.
+template <class F>
+__device__ __forceinline__ void load_quarters(const uint4* x, uint4 (&quarters)[4], F&& is_there) {
+#pragma unroll
+  for (uint32_t t = 0; t < 4; ++t) quarters[t] = is_there(t) ? __ldcg(x + t * 4) : make_uint4(0, 0, 0, 0);
 }
 // The pieces of 16 bytes for the 8 first and 8 last columns of two products.
 __device__ __forceinline__ uint4 ordered(const uint4 (&quarters)[4], uint32_t i) {
-  const auto of = [&](const uint4& q) { return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w; };
-  return make_uint4(of(quarters[0]), of(quarters[1]), of(quarters[2]), of(quarters[3]));
+  return make_uint4(word(quarters[0], i), word(quarters[1], i), word(quarters[2], i), word(quarters[3], i));
 }
 
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
@@ -78,18 +81,16 @@ struct Multiplier {
       instruction::prefetch_map(p.codes);
       instruction::prefetch_map(p.scales);
       for (uint32_t i = 0; i < Form::kStages; ++i) {
-        instruction::init_barrier(full(i), 1);
+        instruction::init_barrier(full(i), 1 + Form::kXWarps);
         instruction::init_barrier(empty(i), Form::kConsumerWarps);
       }
-      instruction::init_barrier(parts_here(), p.ranks * Form::kConsumerWarps);
+      instruction::init_barrier(parts_here(), 1);
       instruction::init_barrier(parts_read(), p.ranks * Form::kConsumerWarps);
       instruction::publish_barriers();
     }
-    if constexpr (Form::kSplits) {
-      instruction::cluster_barrier();
-    } else {
-      __syncthreads();
-    }
+    __syncthreads();
+    // The other blocks' barriers are needed when sums are exchanged.
+    if constexpr (Form::kSplits) instruction::begin_cluster_barrier();
   }
 
   // A block's chunks in order: equal ranges of all, or a rank's columns of every unit of its cluster. Bit i
@@ -123,11 +124,11 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ uint32_t first_group_of(uint32_t unit) const {
-    return unit / p.token_tiles * Form::kGroups;
+    return (p.token_tiles == 1 ? unit : unit / p.token_tiles) * Form::kGroups;
   }
   __device__ __forceinline__ void fetch_weight(const Place& at) const {
     const uint32_t first_group = first_group_of(at.unit);
-    instruction::arrive_expecting(full(at.stage), Form::kStageBytes);
+    instruction::arrive_expecting(full(at.stage), Form::kOrdersX ? Form::kWeightBytes : Form::kStageBytes);
     instruction::copy_box(stage(at.stage), p.codes, at.chunk * (kCodeBytes / 4), first_group, full(at.stage));
     instruction::copy_box(stage(at.stage) + Form::kGroups * kCodeBytes, p.scales,
                           at.chunk * (kScaleBytes / 4), first_group, full(at.stage));
@@ -138,17 +139,94 @@ struct Multiplier {
                            Form::kXBytes, full(at.stage));
   }
 
-  // One thread.
-  __device__ __forceinline__ void fetch() const {
+  // Until a stage's last use is over.
+  __device__ __forceinline__ void wait_for_stage(const Place& at) const {
+    instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
+  }
+
+  // By one thread, before the previous kernel is over: weights do not depend on it, x does.
+  __device__ __forceinline__ void fetch_first_weights() const {
     Place at = first();
-    Place x_at = at;
     for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) fetch_weight(at);
-    instruction::wait_for_previous_kernel();  // weights do not depend on it, x does
-    for (uint32_t i = 0; i < Form::kStages && x_at.left != 0; ++i, advance(x_at)) fetch_x(x_at);
-    for (; at.left != 0; advance(at)) {
-      instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);  // its last use is over
-      fetch_weight(at);
+  }
+
+  // One thread, where x is in order.
+  __device__ __forceinline__ void fetch() const {
+    fetch_first_weights();
+    instruction::wait_for_previous_kernel();
+    Place at = first();
+    for (uint32_t i = 0; at.left != 0; ++i, advance(at)) {
+      if (i >= Form::kStages) {
+        wait_for_stage(at);
+        fetch_weight(at);
+      }
       fetch_x(at);
+    }
+  }
+
+  // What a warp that orders x loads next: a lane's part of its token, of a chunk.
+  struct Source {
+    uint32_t place, unit, chunk, left;
+  };
+  __device__ __forceinline__ uint32_t x_token() const {
+    return (warp - Form::kConsumerWarps) * kTokenGroup + lane % kTokenGroup;
+  }
+  // In place of tokens past the last, the last one: nothing looks at their sums.
+  __device__ __forceinline__ void find_place(Source& source) const {
+    const uint32_t token = min(first_token_of(source.unit) + x_token(), p.tokens - 1);
+    source.place = token * (p.columns / 8) + source.chunk * (kChunk / 8) + lane / kTokenGroup;
+  }
+  __device__ __forceinline__ void load_x(Source& source, uint4 (&x)[4]) const {
+    const uint32_t columns = p.columns - source.chunk * kChunk;
+    const uint4* const own = p.x + source.place;
+    if (columns >= kChunk) {
+      load_quarters(own, x);
+    } else {
+      load_quarters(own, x, [&](uint32_t t) { return t * 32 + lane / kTokenGroup * 8 < columns; });
+    }
+    source.place += kChunk / 8;
+    --source.left;
+    if (++source.chunk != end) return;
+    source.chunk = begin;
+    source.unit += clusters;
+    find_place(source);
+  }
+  __device__ __forceinline__ void store_x(SharedPlace to, const uint4 (&x)[4]) const {
+    const SharedPlace own = to + lane / kTokenGroup * (4 * Form::kTokens * 16) + x_token() * 16;
+#pragma unroll
+    for (uint32_t k = 0; k < 4; ++k)
+      instruction::store_shared(own + k * (Form::kTokens * 16), ordered(x, k));
+  }
+
+  // By the warps that order x. Loads are some chunks ahead, so that the second cache answers while others
+  // multiply.
+  __device__ __forceinline__ void fetch_and_order() const {
+    constexpr uint32_t kAhead = 3;
+    const bool fetches_weights = threadIdx.x == Form::kConsumerWarps * kLanes;
+    Place at = first();
+    Source source{{}, at.unit, at.chunk, at.left};
+    find_place(source);
+    const uint32_t fetched = at.left > Form::kStages ? at.left - Form::kStages : 0;
+    if (source.left == 0) return;  // so that the divisions above are over before the wait
+    uint4 x[kAhead][4];
+    instruction::wait_for_previous_kernel();
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      if (source.left != 0) load_x(source, x[i]);
+    }
+    while (at.left != 0) {
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; ++i) {
+        if (at.left == 0) break;
+        wait_for_stage(at);
+        if (fetches_weights && at.left <= fetched) fetch_weight(at);
+        store_x(stage(at.stage) + Form::kWeightBytes, x[i]);
+        instruction::publish_to_products();
+        __syncwarp();
+        if (lane == 0) instruction::arrive(full(at.stage));
+        advance(at);
+        if (source.left != 0) load_x(source, x[i]);
+      }
     }
   }
 
@@ -164,23 +242,22 @@ struct Multiplier {
 
   // Slot of 32 lanes' float4: sums of a strip, of 8 tokens, of a warp.
   static __device__ __forceinline__ uint32_t slot_of(uint32_t strip, uint32_t tokens, uint32_t warp) {
-    return (strip * (Form::kTokens / kTokenGroup) + tokens) * Form::kConsumerWarps + warp;
+    return (strip * Form::kTokenGroups + tokens) * Form::kConsumerWarps + warp;
   }
-  __device__ __forceinline__ void write_slot(uint32_t unit, uint32_t slot, const float4& sums) const {
-    constexpr uint32_t kTokenGroups = Form::kTokens / kTokenGroup;
-    const uint32_t of_warp = slot % Form::kConsumerWarps, tokens = slot / Form::kConsumerWarps % kTokenGroups,
-                   strip = slot / (Form::kConsumerWarps * kTokenGroups);
-    const uint32_t group = of_warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + of_warp % kWarps;
-    write<T, Operand>(p.output, p.tokens, first_group_of(unit) + group,
-                      unit % p.token_tiles * Form::kTokens + tokens * kTokenGroup, sums);
+  // Of the output's, the group of a warp's strip and the first token.
+  __device__ __forceinline__ uint32_t group_of(uint32_t unit, uint32_t strip, uint32_t warp) const {
+    return first_group_of(unit) + warp / kWarps * (kWarps * Form::kStrips) + strip * kWarps + warp % kWarps;
+  }
+  __device__ __forceinline__ uint32_t first_token_of(uint32_t unit) const {
+    return p.token_tiles == 1 ? 0 : unit % p.token_tiles * Form::kTokens;
   }
 
   __device__ __forceinline__ void finish(uint32_t unit, const Sums (&sums)[Form::kStrips]) const {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
-#pragma unroll
-      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i)
-        write_slot(unit, slot_of(s, i, warp), float4_of(sums[s], i));
+      write_all<T, Operand, Form::kTokenGroups>(p.output, p.tokens, group_of(unit, s, warp),
+                                                first_token_of(unit),
+                                                [&](uint32_t i) { return float4_of(sums[s], i); });
     }
   }
 
@@ -190,7 +267,7 @@ struct Multiplier {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
-      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i)
+      for (uint32_t i = 0; i < Form::kTokenGroups; ++i)
         *part_of(range, slot_of(s, i, warp)) = float4_of(sums[s], i);
     }
     __syncwarp();
@@ -204,7 +281,7 @@ struct Multiplier {
 #pragma unroll
       for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
-        for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i) {
+        for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
           const float4 more = __ldcg(part_of(other, slot_of(s, i, warp)));
           sums[s][4 * i] += more.x;
           sums[s][4 * i + 1] += more.y;
@@ -224,29 +301,61 @@ struct Multiplier {
     return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
   }
 
-  // Sends each slot to the block that adds it up, one for each rank in turn, then adds up this block's.
-  __device__ __forceinline__ void add_up_cluster(uint32_t unit, uint32_t turn,
+  // Sends each slot to the block that adds it up, one for each rank in turn, then adds up this block's. After
+  // the last unit no block waits for another: what all sent has come.
+  __device__ __forceinline__ void add_up_cluster(uint32_t unit, uint32_t turn, bool is_last,
                                                  const Sums (&sums)[Form::kStrips]) const {
-    if (turn != 0) instruction::wait_for_phase<true>(parts_read(), (turn - 1) % 2);
+    if (turn == 0) {
+      __syncwarp();
+      instruction::end_cluster_barrier();
+    } else {
+      instruction::wait_for_phase<true>(parts_read(), (turn - 1) % 2);
+    }
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
-      for (uint32_t i = 0; i < Form::kTokens / kTokenGroup; ++i) {
+      for (uint32_t i = 0; i < Form::kTokenGroups; ++i) {
         const uint32_t slot = slot_of(s, i, warp), place = slot / p.ranks;
-        instruction::store_at_rank(part(place, rank), slot - place * p.ranks, float4_of(sums[s], i));
+        instruction::store_at_rank(part(place, rank), slot - place * p.ranks, float4_of(sums[s], i),
+                                   parts_here());
       }
     }
+    if (threadIdx.x == 0) {
+      const uint32_t own_slots = (Form::kSlots - rank + p.ranks - 1) / p.ranks;
+      instruction::arrive_expecting(parts_here(), own_slots * p.ranks * Form::kSlotBytes);
+    }
     __syncwarp();
-    if (lane < p.ranks) instruction::arrive_at_rank(parts_here(), lane);
+
+    // Two ranks have the most slots each. What else the output needs is loaded while sums come.
+    constexpr uint32_t kMost = quotient_up(Form::kSlots, 2 * Form::kConsumerWarps);
+    const auto slot_at = [&](uint32_t i) { return (warp + i * Form::kConsumerWarps) * p.ranks + rank; };
+    const auto token_of = [&](uint32_t slot) {
+      return first_token_of(unit) + slot / Form::kConsumerWarps % Form::kTokenGroups * kTokenGroup;
+    };
+    const auto group_at = [&](uint32_t slot) {
+      return group_of(unit, slot / (Form::kConsumerWarps * Form::kTokenGroups), slot % Form::kConsumerWarps);
+    };
+    uint2 residuals[kMost];
+#pragma unroll
+    for (uint32_t i = 0; i < kMost; ++i) {
+      const uint32_t slot = slot_at(i);
+      if (slot < Form::kSlots)
+        residuals[i] = residual_of<T>(p.output, p.tokens, group_at(slot), token_of(slot));
+    }
     instruction::wait_for_phase<true>(parts_here(), turn % 2);
-    for (uint32_t place = warp; place * p.ranks + rank < Form::kSlots; place += Form::kConsumerWarps) {
+#pragma unroll
+    for (uint32_t i = 0; i < kMost; ++i) {
+      const uint32_t slot = slot_at(i), place = warp + i * Form::kConsumerWarps;
+      if (slot >= Form::kSlots) break;
       float4 sum = instruction::load_shared_floats(part(place, 0));
       for (uint32_t other = 1; other < p.ranks; ++other) {
         const float4 more = instruction::load_shared_floats(part(place, other));
         sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
       }
-      write_slot(unit, place * p.ranks + rank, sum);
+      write<T, Operand>(p.output, p.tokens, group_at(slot), token_of(slot), sum,
+                        factors_of<T>(p.output, group_at(slot)), residuals[i]);
     }
+    if (is_last) return;
     __syncwarp();
     if (lane < p.ranks) instruction::arrive_at_rank(parts_read(), lane);
   }
@@ -272,7 +381,7 @@ struct Multiplier {
       instruction::wait_for_products<0>();
       free_stage(previous);
       if constexpr (Form::kSplits) {
-        add_up_cluster(unit, turn, sums);
+        add_up_cluster(unit, turn, at.left == 0, sums);
       } else {
         if constexpr (Form::kRanges) {
           if (first_chunk != 0) {
@@ -292,16 +401,20 @@ struct Multiplier {
   __device__ __forceinline__ void run() const {
     start();
     instruction::let_next_kernel_start();
-    if (warp >= Form::kConsumerWarps) {
-      if constexpr (Form::kMovesRegisters) instruction::give_registers<40>();
-      if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
-      __syncwarp();
-    } else {
+    if (warp < Form::kConsumerWarps) {
       if constexpr (Form::kMovesRegisters) instruction::take_registers<232>();
-      consume();
+      if (Form::kOrdersX && threadIdx.x == 0) fetch_first_weights();  // x is loaded meanwhile
+      __syncwarp();
+      return consume();
     }
-    // Others may still write to this block's shared memory.
-    if constexpr (Form::kSplits) instruction::cluster_barrier();
+    if constexpr (Form::kMovesRegisters) instruction::give_registers<40>();
+    if constexpr (Form::kOrdersX) {
+      fetch_and_order();
+    } else {
+      if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
+    }
+    __syncwarp();
+    if constexpr (Form::kSplits) instruction::end_cluster_barrier();
   }
 };
 

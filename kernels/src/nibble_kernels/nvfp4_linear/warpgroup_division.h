@@ -8,26 +8,38 @@
 
 namespace nibble::warpgroup {
 
-constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
-
 // kStageCost: microseconds that a block takes for a chunk of a unit, on an H200.
 template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages>
 struct Forms {
   using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units>;
   using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters>;
   using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges>;
+  static constexpr uint32_t kTokens = Tokens, kRows = Units::kGroups * 16;
+  static constexpr bool kHasClusters = Clusters::fits();
+  static_assert(kHasClusters || Strips == 2);
   static constexpr float kStageCost = Tokens <= 32   ? 0.63f
                                       : Tokens <= 64 ? 0.85f
                                       : Strips == 1  ? 0.91f
                                                      : 1.63f;
-  static constexpr bool kHasClusters = Clusters::shared_bytes(kMostRanks) <= kSharedBytes;
+  // What equal ranges cost besides: of each part of a unit, in chunks, and in microseconds the kernel that orders
+  // x, where other divisions need none.
+  static constexpr float kPartCost = Units::kOrdersX ? 2.0f : 4.0f, kOrderCost = Units::kOrdersX ? 1.0f : 0.0f;
+
+  // Whether the form is for so many tokens. Two strips only for more than a tile has.
+  static constexpr bool is_for(uint32_t tokens) {
+    const uint32_t tile = tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128;
+    return Tokens == tile && (Strips == 1 || tokens > 128);
+  }
 };
 
-// Up to 32, 64 and 128 tokens; the last two for more.
-using Few = Forms<32, 4, 1, 6>;
-using Some = Forms<64, 4, 1, 4>;
-using Many = Forms<128, 2, 1, 3>;
-using Wide = Forms<128, 2, 2, 4>;
+// f(forms) of every form: tiles of 32, 64 and 128 tokens by 256 rows, and of 128 by 128.
+template <class F>
+void for_every_form(F&& f) {
+  f(Forms<32, 4, 1, 6>());
+  f(Forms<64, 4, 1, 4>());
+  f(Forms<128, 2, 1, 3>());
+  f(Forms<128, 2, 2, 4>());
+}
 
 struct Shape {
   uint32_t tokens, groups, chunks;
@@ -57,8 +69,9 @@ std::optional<Division> division_of(const Shape& shape, uint32_t multiprocessors
   const uint32_t units = shape.row_blocks<Forms>() * shape.token_tiles<Forms>(), all = units * shape.chunks;
   const uint32_t blocks = all < multiprocessors ? all : multiprocessors;
   std::optional<Division> best;
-  const auto consider = [&](Sharing sharing, uint32_t clusters, uint32_t ranks, float chunks) {
-    const float cost = chunks * Forms::kStageCost;
+  const auto consider = [&](Sharing sharing, uint32_t clusters, uint32_t ranks, float chunks,
+                            float more = 0) {
+    const float cost = chunks * Forms::kStageCost + more;
     if (is_allowed(sharing, ranks) && (!best || cost < best->cost))
       best = Division{sharing, clusters, ranks, cost};
   };
@@ -76,9 +89,10 @@ std::optional<Division> division_of(const Shape& shape, uint32_t multiprocessors
     }
   }
   // Each block writes a part and adds those of others to its own.
-  consider(
-      Sharing::ranges, blocks, 1,
-      static_cast<float>(quotient_up(all, blocks)) + 4.0f * static_cast<float>(quotient_up(blocks, units)));
+  consider(Sharing::ranges, blocks, 1,
+           static_cast<float>(quotient_up(all, blocks)) +
+               Forms::kPartCost * static_cast<float>(quotient_up(blocks, units)),
+           Forms::kOrderCost);
   return best;
 }
 

@@ -13,6 +13,8 @@ constexpr uint32_t kCodeBytes = 1024, kScaleBytes = 128, kTileBytes = kCodeBytes
 constexpr uint32_t kMostRanks = 8;             // blocks of a cluster, on every device
 constexpr uint32_t kSharedBytes = 227 * 1024;  // of a thread block, on SM90
 
+constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
 // A unit is a block's rows by a tile of tokens. Blocks have whole units; or those of a cluster share a unit's
 // columns; or all chunks of all units are divided into equal ranges, one for each block.
 enum class Sharing { units, clusters, ranges };
@@ -24,18 +26,31 @@ struct Form {
   static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
   static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
   static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
+  // Warps that bring x into order, 8 tokens each; the first one also fetches weights. Without any, a kernel
+  // before this one orders x: with 64 tokens that is faster, and it clears the flags of equal ranges.
+  static constexpr uint32_t kTokenGroups = Tokens / kTokenGroup;
+  static constexpr bool kOrdersX = Tokens <= 32 && !kRanges;
+  static constexpr uint32_t kXWarps = kOrdersX ? kTokenGroups : 0;
   // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
-  static constexpr bool kMovesRegisters = Tokens * Strips > 128;
-  static constexpr uint32_t kThreads = (kConsumerWarps + (kMovesRegisters ? kWarps : 1)) * kLanes;
+  static constexpr bool kMovesRegisters = Tokens * Strips > 128 || (Tokens == 128 && kRanges);
+  static constexpr uint32_t kThreads =
+      (kConsumerWarps + (kMovesRegisters ? kWarps : kOrdersX ? kXWarps : 1)) * kLanes;
   static constexpr uint32_t kXBytes = Tokens * kChunk * 2;
   static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kStageBytes = kWeightBytes + kXBytes;
-  static constexpr uint32_t kSums = Tokens / 2;                                       // of a thread and strip
-  static constexpr uint32_t kSlots = Strips * Tokens / kTokenGroup * kConsumerWarps;  // of 32 float4
+  static constexpr uint32_t kSums = Tokens / 2;                              // of a thread and strip
+  static constexpr uint32_t kSlots = Strips * kTokenGroups * kConsumerWarps;  // of 32 float4
   static constexpr uint32_t kSlotBytes = kLanes * 16;
   static constexpr uint32_t kBarrierBytes = (2 * Stages + 2) * 8;
   static constexpr uint32_t shared_bytes(uint32_t ranks) {
     return kStages * kStageBytes + kBarrierBytes +
-           (ranks > 1 ? (kSlots + ranks - 1) / ranks * ranks * kSlotBytes : 0);
+           (ranks > 1 ? quotient_up(kSlots, ranks) * ranks * kSlotBytes : 0);
+  }
+  // Clusters of every size.
+  static constexpr bool fits() {
+    for (uint32_t ranks = 2; ranks <= kMostRanks; ++ranks) {
+      if (shared_bytes(ranks) > kSharedBytes) return false;
+    }
+    return true;
   }
 };
 

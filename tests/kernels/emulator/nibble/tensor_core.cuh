@@ -104,9 +104,9 @@ struct EmulatedBlock {
   struct Lane {
     uint32_t a[4], b[2], sparse_b[4], places;
     uint64_t shuffled;
+    uint32_t cluster_phase;  // begun, not yet waited for
     std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
     std::deque<std::vector<std::function<void()>>> copies{{}};  // in groups; the last one is not ended
-    uint32_t cluster_phase;                                     // of the barrier that it has begun
   };
   std::vector<EmulatedBarrier> warps;
   EmulatedBarrier all;
@@ -386,7 +386,9 @@ inline void begin_cluster_barrier() {
   emulated_lane(threadIdx.x % 32).cluster_phase = emulated_cluster->all.arrive();
 }
 inline void begin_cluster_barrier_with_barriers() { begin_cluster_barrier(); }
-inline void end_cluster_barrier() { emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase); }
+inline void end_cluster_barrier() {
+  emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase);
+}
 template <class T>
 T* of_rank(T* own, uint32_t rank) {
   emulated_cluster->require_running(rank);

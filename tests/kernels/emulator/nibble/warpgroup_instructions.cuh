@@ -138,8 +138,9 @@ inline void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, 
 }
 inline void prefetch_map(const CUtensorMap&) {}
 
-inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value) {
-  *reinterpret_cast<float4*>(place_at_rank(to, rank)) = value;
+inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value, SharedPlace barrier) {
+  begin_copy(place_at_rank(barrier, rank), sizeof value,
+             [=, place = place_at_rank(to, rank)] { *reinterpret_cast<float4*>(place) = value; });
 }
 inline void send_to_rank(SharedPlace to, uint32_t rank, SharedPlace barrier, const float4& value) {
   begin_copy(place_at_rank(barrier, rank), sizeof(value),

@@ -31,14 +31,14 @@ __device__ __forceinline__ void arrive_expecting(SharedPlace barrier, uint32_t b
 __device__ __forceinline__ void arrive(SharedPlace barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier of the same place in the block `rank` of the cluster. Who waits for its phase there sees
-// what this thread wrote.
+// At the barrier of the same place in the block `rank` of the cluster, after what this thread read. It says
+// nothing about what this thread wrote, so that it does not wait for stores.
 __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t rank) {
   asm volatile(
       "{\n\t"
       ".reg .u32 place;\n\t"
       "mapa.shared::cluster.u32 place, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [place];\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [place];\n\t"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
@@ -119,14 +119,17 @@ __device__ __forceinline__ void copy_tokens(SharedPlace to, const CUtensorMap& m
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-__device__ __forceinline__ void store_at_rank(SharedPlace to, uint32_t rank, const float4& value) {
+// To the same place in the block `rank` of the cluster; its bytes arrive at the barrier there.
+__device__ __forceinline__ void store_at_rank(SharedPlace to, uint32_t rank, const float4& value,
+                                              SharedPlace barrier) {
   asm volatile(
       "{\n\t"
-      ".reg .u32 place;\n\t"
+      ".reg .u32 place, there;\n\t"
       "mapa.shared::cluster.u32 place, %0, %1;\n\t"
-      "st.shared::cluster.v4.f32 [place], {%2, %3, %4, %5};\n\t"
+      "mapa.shared::cluster.u32 there, %6, %1;\n\t"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%2, %3, %4, %5}, [there];\n\t"
       "}" ::"r"(to),
-      "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
       : "memory");
 }
 // The same, and its 16 bytes arrive at the barrier of this place there.
@@ -252,7 +255,8 @@ __device__ __forceinline__ void wait_for_products() {
 template <bool Bfloat, uint32_t Columns>
 __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], const uint32_t (&a)[4],
                                                    uint64_t b) {
-  static_assert(Columns == 32 || Columns == 64 || Columns == 128);
+  static_assert(Columns == 16 || Columns == 32 || Columns == 64 || Columns == 128);
+  NIBBLE_PRODUCT_OF(16, 8, 8, 9, 10, 11, 12)
   NIBBLE_PRODUCT_OF(32, 16, 16, 17, 18, 19, 20)
   NIBBLE_PRODUCT_OF(64, 32, 32, 33, 34, 35, 36)
   NIBBLE_PRODUCT_OF(128, 64, 64, 65, 66, 67, 68)
