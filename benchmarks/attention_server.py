@@ -1,17 +1,19 @@
 """A server with nibble's decode attention beside one with vLLM's: step times, and greedy answers.
 
-    python benchmarks/attention_server.py --model FOLDER [--compare attention|front]
+    python benchmarks/attention_server.py --model FOLDER [--compare attention|auto|front]
         [--kv auto fp8] [--streams 1 8 32]
         [--contexts 256 8192] [--rounds 3] [--questions models/demo_questions.jsonl]
         [--logs DIR] [--out FILE.json]
 
 Both are `nibble serve` with default settings but NIBBLE_ATTENTION, run at the same time on one GPU
-and answer in turns. `--compare front` compares NIBBLE_ATTENTION_FRONT on (`nibble`) with off
-(`vllm`). Each gets a KV cache for the largest row. For each row, all streams send a
-prompt of their own of `context` tokens at the same moment, 512 tokens out. The first round fills
-the prefix cache. `step_ms` is the median over streams and the other rounds of (last token - last
-stream's first token) / tokens after it: the time of a step with all streams. `ratio` is vLLM's over
-nibble's. `equal` is the share of streams whose greedy tokens are those of the other server.
+and answer in turns. `--compare auto` takes `auto` in place of `nibble`: in a plan with nibble's
+kernel for few requests it differs from `vllm` for steps of up to 4. `--compare front` compares
+NIBBLE_ATTENTION_FRONT on (`nibble`) with off (`vllm`). Each gets a KV cache for the largest row.
+For each row, all streams send a prompt of their own of `context` tokens at the same moment, 512
+tokens out. The first round fills the prefix cache. `step_ms` is the median over streams and the
+other rounds of (last token - last stream's first token) / tokens after it: the time of a step with
+all streams. `ratio` is vLLM's over nibble's. `equal` is the share of streams whose greedy tokens
+are those of the other server.
 
 `--questions` asks each question of a file once of both, greedily, and counts equal and right
 answers; the rows are omitted. Exit code 1 if an answer differs.
@@ -46,6 +48,7 @@ FIRST_PORT = int(os.environ.get("ATTENTION_FIRST_PORT", "9501"))
 # What differs between the two, by --compare.
 VARIABLES = {
     "attention": ("NIBBLE_ATTENTION", {side: side for side in SIDES}),
+    "auto": ("NIBBLE_ATTENTION", {"vllm": "vllm", "nibble": "auto"}),
     "front": ("NIBBLE_ATTENTION_FRONT", {"vllm": "off", "nibble": "on"}),
 }
 PORTS = {side: FIRST_PORT + 2 * i for i, side in enumerate(SIDES)}

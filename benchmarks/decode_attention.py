@@ -6,19 +6,24 @@ Keys and values lie in vLLM 0.32's storage [pages, tokens, KV heads, 2 D], pages
 at random from a pool. Each call of a graph reads other pages, and the second cache is emptied
 before each replay. It needs vLLM with FlashAttention 3 and FlashInfer, which compiles its kernels
 for a minute, and nibble-kernels compiled for this GPU. `--divisions` compares divisions of a
-sequence in the same turns.
+sequence in the same turns, and how many sequences clusters of blocks compute. Another process
+computes: if a kernel ends it, the results name the kernel, and a new process goes on without it.
+`--front` has the kernel before attention in front of each call, which writes queries and the last
+token, and counts its time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ GRID = (
 )
 ROUNDS = 7
 POOL_BYTES = 6 << 30
+SILENCE = 30  # seconds after which a kernel that has begun hangs
 Call = Callable[[Tensor], None]
 
 
@@ -119,20 +125,22 @@ def make_batch(pool: Tensor, batch: int, context: int, read: float) -> Batch:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def nibble(b: Batch, least_chunk: int, most_splits: int) -> Call:
-    from nibble_kernels.decode_attention import decode_attention, make_workspace
+def nibble(b: Batch, least_chunk: int, most_splits: int, most_clustered: int = -1) -> Call:
+    from nibble_kernels.decode_attention import MOST_CLUSTERED, decode_attention, make_workspace
 
     heads, kv_heads = b.query.shape[1], b.cache.shape[2]
     workspace = make_workspace(
         b.batch, kv_heads, heads // kv_heads, b.head_dim,
         least_chunk=least_chunk, most_splits=most_splits,
+        most_clustered=MOST_CLUSTERED if most_clustered < 0 else most_clustered,
     )  # fmt: skip
     cache = b.cache.transpose(1, 2)
 
     def call(table: Tensor) -> None:
         decode_attention(
-            b.query, cache, table, b.lengths, b.begins, workspace, scale=b.scale, out=b.out
-        )
+            b.query, cache, table, b.lengths, b.begins, workspace, scale=b.scale, out=b.out,
+            early=True,
+        )  # fmt: skip
 
     return call
 
@@ -218,6 +226,33 @@ OTHERS: dict[str, Callable[[Batch], Call]] = {
     "triton": triton,
 }
 
+
+def after_front(b: Batch, call: Call, rounds_queries: bool) -> Call:
+    """The call with nibble's kernel before attention in front of it. FlashAttention 3 takes the
+    queries rounded to FP8 with an FP8 cache; it reads others then, of which the time is the same.
+    """
+    from nibble_kernels.attention_front import attention_front
+
+    heads, kv_heads = b.query.shape[1], b.cache.shape[2]
+    qkv = torch.randn(b.batch, (heads + 2 * kv_heads) * b.head_dim, device="cuda").bfloat16()
+    cos_sin = torch.randn(b.context, b.head_dim, device="cuda").bfloat16()
+    positions = torch.full((b.batch,), b.context - 1, device="cuda")
+    last = {table.data_ptr(): table[:, (b.context - 1) // PAGE].long() * PAGE for table in b.tables}
+    slots = {place: first + (b.context - 1) % PAGE for place, first in last.items()}
+    one = torch.ones(1, device="cuda") if b.is_fp8 else None
+    q = torch.empty_like(b.query, dtype=FP8) if rounds_queries else b.query
+
+    def both(table: Tensor) -> None:
+        attention_front(
+            qkv, positions, cos_sin, heads=heads, kv_heads=kv_heads,
+            slots=slots[table.data_ptr()], cache=b.cache.transpose(1, 2), k_scale=one, v_scale=one,
+            q_scale=one if rounds_queries else None, out=q.flatten(1),
+        )  # fmt: skip
+        call(table)
+
+    return both
+
+
 # --- times ----------------------------------------------------------------------------------------
 
 
@@ -235,13 +270,16 @@ def capture(call: Call, tables: list[Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
+def microseconds(
+    graphs: dict[str, torch.cuda.CUDAGraph], calls: int, begins: Callable[[str], None]
+) -> dict[str, float]:
     evict = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     found: dict[str, list[float]] = {name: [] for name in graphs}
     start, end = torch.cuda.Event(True), torch.cuda.Event(True)
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
             evict.zero_()
+            begins(name)
             start.record()
             graph.replay()
             end.record()
@@ -250,20 +288,27 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[st
     return {name: round(statistics.median(times), 2) for name, times in found.items()}
 
 
-def measure(b: Batch, calls: dict[str, Call], read: float) -> dict[str, Any]:
-    """A row of the JSON: times, and the largest difference from the first kernel's result."""
+def measure(
+    b: Batch, calls: dict[str, Call], read: float, begins: Callable[[str], None]
+) -> dict[str, Any]:
+    """A row of the JSON: times, and the largest difference from the first kernel's result. It says
+    which kernel begins.
+    """
     graphs, results = {}, {}
     for name, call in calls.items():
+        begins(name)
         try:
             call(b.tables[0])
             results[name] = b.out.float().clone()
+            torch.cuda.synchronize()
             graphs[name] = capture(call, b.tables)
         except Exception as error:  # a kernel that cannot run leaves the others
             print(name, repr(error)[:200], flush=True)
             if "CUDA" in repr(error) or "cuda" in repr(error):
                 raise
-    us = microseconds(graphs, len(b.tables))
+    us = microseconds(graphs, len(b.tables), begins)
     first = next(iter(results.values()))
+    apart = {name: float((found - first).abs().max()) for name, found in results.items()}
     least = b.kv_bytes / read * 1e6
     ours, best = us.get("nibble"), min((us[name] for name in OTHERS if name in us), default=None)
     return {
@@ -275,7 +320,8 @@ def measure(b: Batch, calls: dict[str, Call], read: float) -> dict[str, Any]:
         "us": us,
         "ratio": round(best / ours, 3) if best and ours else None,
         "percent_of_read": round(100 * least / ours, 1) if ours else None,
-        "max_difference": round(max(float((r - first).abs().max()) for r in results.values()), 5),
+        "max_difference": round(max(apart.values()), 5),
+        "apart": {name: round(value, 5) for name, value in apart.items()},
     }
 
 
@@ -308,36 +354,110 @@ def parse() -> argparse.Namespace:
         "--forms", nargs="*", metavar="KV:HEAD_DIM", help="in this order, in place of the products"
     )
     parser.add_argument(
-        "--divisions", nargs="*", default=["nibble=128,64"], help="NAME=LEAST_CHUNK,MOST_SPLITS"
+        "--divisions",
+        nargs="*",
+        default=["nibble=128,64"],
+        help="NAME=LEAST_CHUNK,MOST_SPLITS[,MOST_CLUSTERED]",
     )
+    parser.add_argument("--front", action="store_true", help="count the kernel before attention")
     return parser.parse_args()
+
+
+@dataclass
+class Task:
+    """A batch that is left to measure."""
+
+    kv: str
+    head_dim: int
+    batch: int
+    context: int
+
+
+def compute(
+    messages: Connection, tasks: list[Task], divisions: dict[str, list[int]], others: list[str],
+    without: set[str], front: bool,
+) -> None:  # fmt: skip
+    """Send what begins, and rows."""
+    torch.manual_seed(0)
+    read = read_bandwidth()
+    messages.send(("about", about(read)))
+    form, pool = None, None
+    for task in tasks:
+        if form != (task.kv, task.head_dim):
+            form, pool = (task.kv, task.head_dim), None
+            torch.cuda.empty_cache()
+            pool = make_pool(task.head_dim, FP8 if task.kv == "fp8" else torch.bfloat16)
+        assert pool is not None
+        b = make_batch(pool, task.batch, task.context, read)
+        calls = {name: nibble(b, *values) for name, values in divisions.items()}
+        calls |= _others(b, others)
+        calls = {name: call for name, call in calls.items() if name not in without}
+        if front:
+            calls = {
+                name: after_front(b, call, name == "fa3" and b.is_fp8)
+                for name, call in calls.items()
+            }
+        row = measure(b, calls, read, lambda name: messages.send(("begins", name)))
+        messages.send(("row", row))
 
 
 def main() -> None:
     given = parse()
-    torch.manual_seed(0)
     end = time.monotonic() + given.seconds
-    read = read_bandwidth()
     divisions = {
-        name: tuple(int(n) for n in values.split(","))
+        name: [int(n) for n in values.split(",")]
         for name, _, values in (one.partition("=") for one in given.divisions)
     }
-    result: dict[str, Any] = {**about(read), "divisions": divisions, "rows": []}
     forms = given.forms or [f"{kv}:{dim}" for kv in given.kv for dim in given.head_dims]
     grid = [tuple(int(n) for n in one.split("x")) for one in given.grid or ()] or GRID
-    for kv, _, head_dim in (form.partition(":") for form in forms):
-        pool = make_pool(int(head_dim), FP8 if kv == "fp8" else torch.bfloat16)
-        for batch, context in grid:
-            if time.monotonic() > end:
+    tasks = [
+        Task(kv, int(dim), batch, context)
+        for kv, _, dim in (form.partition(":") for form in forms)
+        for batch, context in grid
+    ]
+    result: dict[str, Any] = {
+        "divisions": divisions,
+        "front": given.front,
+        "failed": [],
+        "rows": [],
+    }
+    without: set[str] = set()
+    processes = multiprocessing.get_context("spawn")
+    while tasks and time.monotonic() < end:
+        ours, theirs = processes.Pipe(duplex=False)
+        process = processes.Process(
+            target=compute, args=(theirs, tasks, divisions, given.others, without, given.front)
+        )
+        process.start()
+        theirs.close()
+        name = ""
+        while True:
+            left = end - time.monotonic()
+            try:
+                if not ours.poll(max(0, min(left, SILENCE) if name else left)):
+                    break
+                kind, value = ours.recv()
+            except EOFError:
+                process.join()
                 break
-            b = make_batch(pool, batch, context, read)
-            calls = {name: nibble(b, *values) for name, values in divisions.items()}
-            calls |= _others(b, given.others)
-            result["rows"].append(row := measure(b, calls, read))
-            print(json.dumps(row), flush=True)
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
-        del pool
-        torch.cuda.empty_cache()
+            if kind == "begins":
+                name = value
+            elif kind == "about":
+                result = value | result
+            else:
+                result["rows"].append(value)
+                name, tasks = "", tasks[1:]
+                print(json.dumps(value), flush=True)
+                given.out.write_text(json.dumps(result, indent=1) + "\n")
+        process.kill()
+        if process.exitcode == 0 or time.monotonic() > end:
+            return
+        if not name:
+            raise SystemExit("the process ended before a kernel began")
+        result["failed"].append({"name": name, **vars(tasks[0])})
+        print("failed", name, tasks[0], flush=True)
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        without.add(name)
 
 
 def _others(b: Batch, names: list[str]) -> dict[str, Call]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # nibble's decode attention in a server beside vLLM's, in turns: the demos' answers, then step times of a two-layer and an 8B
-# shape with a KV cache in BF16 and FP8. ATTENTION_RUNS names some of the runs: each takes up to 240 s.
+# shape with a KV cache in BF16 and FP8. ATTENTION_RUNS names some of the runs: each takes up to 240 s. ATTENTION_COMPARE=auto
+# compares auto with vLLM's attention.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
@@ -11,7 +12,7 @@ beside() {
   shift 2
   mkdir -p "/tmp/R/attention_${name}"
   step "attention_${name}" 240 python3 benchmarks/attention_server.py --model "${model}" --logs "/tmp/R/attention_${name}" \
-    --commit "${COMMIT}" --out "/tmp/R/attention_server_${name}.json" "$@"
+    --compare "${ATTENTION_COMPARE:-attention}" --commit "${COMMIT}" --out "/tmp/R/attention_server_${name}.json" "$@"
 }
 for run in ${ATTENTION_RUNS:-demo:auto demo:fp8 dense2:auto dense2:fp8 8b:auto 8b:fp8}; do
   shape=${run%:*} kv=${run#*:}
@@ -23,6 +24,8 @@ for run in ${ATTENTION_RUNS:-demo:auto demo:fp8 dense2:auto dense2:fp8 8b:auto 8
     step "attention_write_${shape}" 200 python3 benchmarks/host_floor.py --write /tmp/begun_attention --shapes "${shape}"
     mv -nT "/tmp/begun_attention/${shape}" "/tmp/shapes/${shape}"
   fi
-  beside "${shape}_${kv}" "/tmp/shapes/${shape}" --kv "${kv}" --rounds "${ATTENTION_ROUNDS:-2}"
+  # shellcheck disable=SC2086 # a list
+  beside "${shape}_${kv}" "/tmp/shapes/${shape}" --kv "${kv}" --rounds "${ATTENTION_ROUNDS:-2}" \
+    --streams ${ATTENTION_STREAMS:-1 8 32}
 done
 touch /tmp/R/attention_server.done

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nibble.engine.contract import (
@@ -120,6 +120,16 @@ def _backend(
         others = plan.target.expected.get(part, ()) if may_mix else ()
         allowed = tuple(dict.fromkeys((*OUR_KERNELS[part], *others)))
         return Expectation(part, allowed, f"{part}_kernel of --additional-config")
+    expected = _vllms(part, flag, plan, flags, variables)
+    if part == "attention" and chosen.get("attention_kernel") == "few" and expected.allowed:
+        # vLLM's backend computes most batches, and all of a layer that nibble's does not know.
+        return replace(expected, allowed=(ATTENTION, *expected.allowed))
+    return expected
+
+
+def _vllms(
+    part: str, flag: str, plan: Plan, flags: Mapping[str, Any], variables: Mapping[str, str]
+) -> Expectation:
     value = in_effect(flag, flags)
     if value not in ("", "auto"):
         choice = plan.args.get(flag)

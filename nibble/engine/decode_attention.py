@@ -11,6 +11,11 @@ HEAD_DIMS = (64, 128, 256)
 MOST_GROUP = 16  # query heads of a KV head
 MOST_QUERIES = 8  # tokens of a request in one step
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
+# Requests of a step up to which the choice `few` takes the kernel. Clusters of blocks compute them
+# (MOST_CLUSTERED of nibble_kernels.decode_attention), faster than FlashAttention 3.
+FEW = 4
+# Query heads of a KV head, and the head dim, up to which clusters compute them.
+FEW_GROUP, FEW_HEAD_DIM = 8, 128
 # Of partial results. A larger batch takes several launches.
 WORKSPACE_BYTES = 160 << 20
 # Tokens of a page are a multiple of this.
@@ -53,12 +58,17 @@ def most_queries(draft_tokens: int) -> int:
 
 
 def is_decode_batch(queries: int, limit: int, causal: object) -> bool:
-    """Whether the kernel computes a batch whose requests have up to `queries` query tokens.
+    """Whether a batch whose requests have up to `queries` query tokens is of decode steps.
 
-    Nothing else of the batch counts, because a CUDA graph repeats the answer. `causal` is a tensor
-    where requests differ.
+    With the number of requests this alone decides whether the kernel computes it, because a CUDA
+    graph repeats the answer. `causal` is a tensor where requests differ.
     """
     return 0 < queries <= limit and causal is True
+
+
+def most_requests(choice: str, of_engine: int) -> int:
+    """Up to how many requests of a step the kernel computes, with the option attention_kernel."""
+    return min(FEW, of_engine) if choice == "few" else of_engine
 
 
 def sequences_at_a_time(bytes_each: int, most: int) -> int:

@@ -8,12 +8,12 @@ higher layer names stays. nibble's own kernel is in plan/attention_kernel.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.layer_memory import LayerMemory
-from nibble.plan.attention_kernel import our_choice, uses_our_attention
+from nibble.plan.attention_kernel import obstacle_of_auto, our_choice, uses_our_attention
 from nibble.plan.choice import OURS, Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.one_order import is_batch_invariant
@@ -77,6 +77,13 @@ def choose_attention(
         return Choice(named.upper(), source, "named by this layer")
     if CONFIG in args:
         return Choice(VLLM, OURS, f"{CONFIG} is set, and vLLM chooses with it")
+    chosen = _of_vllms(inputs, values, step_graph)
+    if obstacle := obstacle_of_auto(inputs, values):
+        return replace(chosen, reason=f"{chosen.reason}; not nibble's kernel: {obstacle}")
+    return chosen
+
+
+def _of_vllms(inputs: PlanInputs, values: Mapping[str, Any], step_graph: Choice | None) -> Choice:
     found, why = _fastest(inputs, values)
     if found is None:
         return Choice(VLLM, OURS, why)

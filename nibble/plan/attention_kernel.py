@@ -1,6 +1,7 @@
 """--attention-kernel: whether nibble's kernel computes the attention of decode steps. Pure.
 
-The vLLM plugin gets `nibble`, or no value, which means vLLM's choice (nvfp4_options.py).
+The vLLM plugin gets `nibble`, or `few` for steps of few requests, or no value, which means vLLM's
+choice (nvfp4_options.py).
 """
 
 from __future__ import annotations
@@ -8,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nibble.checkpoint import Checkpoint
+from nibble.checkpoint.layer_memory import LayerMemory
 from nibble.checkpoint.layers import layers
 from nibble.engine.contract import BATCH_INVARIANT, CONFIG_KEY
+from nibble.engine.decode_attention import FEW as MOST_REQUESTS
 from nibble.engine.decode_attention import (
+    FEW_GROUP,
+    FEW_HEAD_DIM,
     WORKSPACE_BYTES,
     AttentionShape,
     most_queries,
@@ -21,14 +27,21 @@ from nibble.plan.choice import Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
+from nibble.plan.startup import SPECULATIVE
 from nibble.recipes.rules import in_effect
 
 BACKEND = "--attention-backend"
-NIBBLE = "nibble"  # the value of the choice
-# Targets on which nibble's kernel has served a model faster than vLLM's: `auto` takes it there.
-TARGETS: tuple[str, ...] = ()
-SERVED = "faster than FlashAttention in a server (docs/kernels/decode_attention.md)"
-SET = "set by the user; prompts take FlashAttention"
+NIBBLE, FEW = "nibble", "few"  # values of the choice
+# Targets where `auto` takes nibble's kernel for steps of few requests.
+TARGETS: tuple[str, ...] = ("hopper",)
+FASTER = (
+    f"nibble's kernel for steps of up to {MOST_REQUESTS} requests, FlashAttention for others (H200,"
+    " BF16, 1x1k: 5.2 vs 11.4 µs)"
+)
+SET = {
+    NIBBLE: "set by the user; prompts take FlashAttention",
+    FEW: f"set by the user; prompts and more than {MOST_REQUESTS} requests take FlashAttention",
+}
 # Backends whose place nibble's may take.
 _REPLACED = ("auto", "FLASH_ATTN")
 _UNSET = "unset NIBBLE_ATTENTION or drop --attention-kernel"
@@ -37,24 +50,27 @@ _UNSET = "unset NIBBLE_ATTENTION or drop --attention-kernel"
 def attention_kernel_flags(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choices:
     """The flag that selects nibble's kernel where `auto` takes it."""
     values = values_of(args)
-    if inputs.target.name not in TARGETS or "attention_kernel" in asked(values):
+    if not _is_auto(inputs, values) or _obstacle(inputs, values):
         return {}
-    setting, source = inputs.loaded.settings.attention_kernel, inputs.loaded.origins
-    if setting != "auto" or _problem(inputs, values):
-        return {}
-    value = {CONFIG_KEY: {"attention_kernel": NIBBLE}}
-    return {FLAG: Choice(value, str(source["attention_kernel"]), REASON)}
+    source = str(inputs.loaded.origins["attention_kernel"])
+    return {FLAG: Choice({CONFIG_KEY: {"attention_kernel": FEW}}, source, REASON)}
+
+
+def obstacle_of_auto(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
+    """Why `auto` leaves attention to vLLM on a target of TARGETS; empty elsewhere."""
+    return _obstacle(inputs, values) if _is_auto(inputs, values) else ""
 
 
 def uses_our_attention(values: Mapping[str, Any]) -> bool:
     """Whether the final flags select nibble's kernel."""
-    return asked(values).get("attention_kernel") == NIBBLE
+    return asked(values).get("attention_kernel") in (NIBBLE, FEW)
 
 
 def our_choice(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice:
     """nibble's kernel, with the reason."""
-    is_auto = inputs.loaded.settings.attention_kernel == "auto" and inputs.target.name in TARGETS
-    return Choice(NIBBLE, args[FLAG].source, SERVED if is_auto else SET)
+    value = asked(values_of(args))["attention_kernel"]
+    is_auto = inputs.loaded.settings.attention_kernel == "auto" and value == FEW
+    return Choice(value, args[FLAG].source, FASTER if is_auto else SET[value])
 
 
 def attention_workspace_bytes(args: Mapping[str, Choice]) -> int:
@@ -67,10 +83,35 @@ def check_attention(inputs: PlanInputs, values: Mapping[str, Any]) -> None:
     if uses_our_attention(values) and (problem := _problem(inputs, values)):
         raise NibbleError(
             ExitCode.CONFIG,
-            what=f"NIBBLE_ATTENTION=nibble is set, but {problem}",
+            what=f"NIBBLE_ATTENTION={asked(values)['attention_kernel']} is set, but {problem}",
             expected="an NVIDIA GPU and a model that nibble's decode attention computes",
             action=_UNSET,
         )
+
+
+def _is_auto(inputs: PlanInputs, values: Mapping[str, Any]) -> bool:
+    is_unset = inputs.loaded.settings.attention_kernel == "auto"
+    return is_unset and inputs.target.name in TARGETS and "attention_kernel" not in asked(values)
+
+
+def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
+    """Why `auto` does not take nibble's kernel; empty if nothing prevents it."""
+    if problem := inputs.without_plugin or _problem(inputs, values):
+        return problem
+    if any(values.get(flag) not in (None, False) for flag in SPECULATIVE):
+        return "it is not measured with drafts"
+    checkpoint = inputs.checkpoint
+    if checkpoint is None:
+        return "the checkpoint is unknown until pull"
+    kept = _layers_with_cache(checkpoint)
+    if not kept:
+        return "the layers of the model are unknown"
+    if others := {layer.head_dim for layer in kept} - {FEW_HEAD_DIM}:
+        return f"it is not measured with head dim {', '.join(map(str, sorted(others)))}"
+    group = max((checkpoint.num_attention_heads or 0) // max(1, one.num_kv_heads) for one in kept)
+    if group > FEW_GROUP:
+        return f"it is faster for up to {FEW_GROUP} query heads of a KV head, not {group}"
+    return ""
 
 
 def _problem(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
@@ -84,6 +125,8 @@ def _problem(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
         return f"{BACKEND} {backend} names another kernel"
     if is_batch_invariant(inputs.environ):
         return f"with {BATCH_INVARIANT} results must not depend on the batch"
+    if (dtype := _dtype(inputs.checkpoint, values)) != "bfloat16":
+        return f"the model computes in {dtype}"
     if int(values.get("--decode-context-parallel-size") or 1) > 1:
         return "a cache that is split over ranks needs FlashAttention"
     drafts = values.get("--speculative-config")
@@ -95,10 +138,9 @@ def _problem(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
 
 def _problem_of_layers(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
     checkpoint = inputs.checkpoint
-    found = layers(checkpoint.config) if checkpoint is not None else None
-    if checkpoint is None or found is None:
+    if checkpoint is None or layers(checkpoint.config) is None:
         return ""
-    kept = [layer for layer in found if layer.kind in ("full", "sliding") and not layer.is_draft]
+    kept = _layers_with_cache(checkpoint)
     if not kept:
         return f"no layer of {checkpoint.id} keeps keys and values"
     named = str(values.get("--kv-cache-dtype") or "auto")
@@ -113,3 +155,17 @@ def _problem_of_layers(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
         if problem := refusal_of_shape(shape):
             return f"of a layer of {checkpoint.id} {problem}"
     return ""
+
+
+def _layers_with_cache(checkpoint: Checkpoint) -> list[LayerMemory]:
+    found = layers(checkpoint.config) or ()
+    return [layer for layer in found if layer.kind in ("full", "sliding") and not layer.is_draft]
+
+
+def _dtype(checkpoint: Checkpoint | None, values: Mapping[str, Any]) -> str:
+    """What the model computes in: with `auto` float16 where the checkpoint has it."""
+    named = str(values.get("--dtype") or "auto")
+    if named != "auto":
+        return named
+    is_half = checkpoint is not None and checkpoint.dtype == "float16"
+    return "float16" if is_half else "bfloat16"

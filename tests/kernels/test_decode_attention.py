@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from tests.support.kernels.attention_cases import Case, assert_close, make_case
 
+# The most sequences of a batch that clusters compute: all batches are of blocks, or of clusters.
+FORMS = (0, 1000)
 SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
 
-def attend(case: Case, lse: Tensor | None = None, **options: Any) -> Tensor:
+def attend(case: Case, lse: Tensor | None = None, early: bool = False, **options: Any) -> Tensor:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     _, heads, head_dim = case.query.shape
@@ -25,7 +28,7 @@ def attend(case: Case, lse: Tensor | None = None, **options: Any) -> Tensor:
     )  # fmt: skip
     return decode_attention(
         case.query, case.cache, case.pages, case.lengths, case.query_begins, workspace,
-        most_queries=most, scale=case.scale, lse=lse, **case.options,
+        most_queries=most, scale=case.scale, lse=lse, early=early, **case.options,
     )  # fmt: skip
 
 
@@ -63,23 +66,27 @@ def test_the_plain_torch_code_is_the_specification(kernels: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("least_chunk", [64, 512])
-def test_the_kernel_is_within_its_roundings(kernels: ModuleType, least_chunk: int) -> None:
+def test_the_kernel_is_within_its_roundings(kernels: ModuleType) -> None:
     for case in cases():
-        assert_close(attend(case.on("cuda"), least_chunk=least_chunk), exact(case), case)
+        here = case.on("cuda")
+        expected = exact(here).cpu()
+        for form, chunk, early in itertools.product(FORMS, (16, 64, 512), (False, True)):
+            found = attend(here, early=early, least_chunk=chunk, most_clustered=form)
+            assert_close(found, expected, case)
 
 
 @pytest.mark.gpu
-def test_a_hundred_replays_are_equal(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hundred_replays_are_equal(kernels: ModuleType, form: int) -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     case = make_case([5000, 17, 0, 3000, 64, 8000, 1, 999], kv_heads=8, fp8=True).on("cuda")
-    workspace = make_workspace(8, 8, 4, 128)
+    workspace = make_workspace(8, 8, 4, 128, most_clustered=form)
 
     def call() -> Tensor:
         return decode_attention(
             case.query, case.cache, case.pages, case.lengths, case.query_begins, workspace,
-            scale=case.scale,
+            scale=case.scale, early=True,
         )  # fmt: skip
 
     first, graph = call(), torch.cuda.CUDAGraph()
@@ -93,17 +100,35 @@ def test_a_hundred_replays_are_equal(kernels: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType, form: int) -> None:
     """Also not on the parts of a batch that is larger than a launch."""
     case = make_case([n % 700 for n in range(0, 300 * 37, 37)], kv_heads=1, fp8=True).on("cuda")
-    together = attend(case)
+    together = attend(case, most_clustered=form, least_chunk=16)
     for i in (0, 5, 255, 256, 299):
         begins = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
         one = slice(i, i + 1)
         alone = Case(
             case.query[one], case.cache, case.pages[one], case.lengths[one], begins, case.scale
         )
-        assert torch.equal(attend(alone)[0], together[i])
+        assert torch.equal(attend(alone, most_clustered=form, least_chunk=16)[0], together[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sequences", "form"), [(4, 1000), (5, 0)])
+def test_clusters_compute_batches_of_few_sequences(
+    kernels: ModuleType, sequences: int, form: int
+) -> None:
+    """Padded ones count. There is no kernel of clusters for head dim 256, and for more than 8 rows
+    with 128.
+    """
+    case = make_case([3000, 17, 0, 2000, 1500][:sequences], kv_heads=2).on("cuda")
+    assert torch.equal(attend(case), attend(case, most_clustered=form))
+    assert not torch.equal(attend(case), attend(case, most_clustered=1000 - form))
+    options: dict[str, Any]
+    for options in ({"head_dim": 256}, {"group": 16}):
+        wide = make_case([3000] * sequences, kv_heads=1, **options).on("cuda")
+        assert torch.equal(attend(wide), attend(wide, most_clustered=0))
 
 
 @pytest.mark.gpu
@@ -124,18 +149,24 @@ def test_lengths_at_the_edges_of_the_division(
 ) -> None:
     lengths = [1024, 1025, 4096, 4097, 6000, 8192, 8193, 16384, 16400]
     case = make_case(lengths, head_dim=head_dim, kv_heads=2, fp8=fp8)
-    assert_close(attend(case.on("cuda")), exact(case), case)
+    here = case.on("cuda")
+    expected = exact(here).cpu()
+    for form in FORMS:
+        assert_close(attend(here, most_clustered=form), expected, case)
 
 
 @pytest.mark.gpu
-def test_a_small_workspace_takes_several_launches(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_small_workspace_takes_several_launches(kernels: ModuleType, form: int) -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     case = make_case([3000, 17, 0, 2000, 1500, 64, 1800], kv_heads=2, fp8=True).on("cuda")
     found = [
         decode_attention(
             case.query, case.cache, case.pages, case.lengths, case.query_begins,
-            make_workspace(sequences, 2, case.query.shape[1] // 2, case.query.shape[2]),
+            make_workspace(
+                sequences, 2, case.query.shape[1] // 2, case.query.shape[2], most_clustered=form
+            ),
             scale=case.scale,
         )
         for sequences in (7, 2, 1)

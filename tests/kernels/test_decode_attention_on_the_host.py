@@ -20,6 +20,14 @@ from tests.support.kernels.attention_cases import FP8, Case, assert_close, make_
 from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 
 BLOCKS = 5
+# Whether blocks or clusters of them compute, when copies are over, and whether the kernel before it
+# writes queries and new tokens alone.
+FORMS = [
+    ("blocks", "at once", "waits"),
+    ("blocks", "late", "waits"),
+    ("clusters", "at once", "waits"),
+    ("clusters", "late", "early"),
+]
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
 pytestmark = [
@@ -47,6 +55,7 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in SIZES),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("is_early", ctypes.c_uint32),
     )
 
 
@@ -57,19 +66,25 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return found
 
 
-@pytest.fixture(params=["early", "late"])
+@pytest.fixture(params=FORMS, ids=[" ".join(form) for form in FORMS])
 def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
     def call(
         case: Case, *, small: bool = False, least_chunk: int = 64, most_splits: int = 64
     ) -> tuple[Tensor, Tensor]:
+        form, speed, order = request.param
         out, lse, problem, kept = problem_of(case, least_chunk, most_splits)
+        problem.is_early = order == "early"
+        if form == "clusters":  # whose splits have 16 times as many tokens
+            problem.least_chunk = max(least_chunk, 64) // 16
         library.attend_on_the_host(
             ctypes.byref(problem),
             case.query.shape[-1],
             case.cache.dtype == FP8,
             small,
+            form == "clusters",
+            case.cache.shape[0],
             BLOCKS,
-            request.param == "late",
+            speed == "late",
         )
         assert not kept["counters"].any(), "a counter is not zero for the next call"
         return out, lse
@@ -97,7 +112,7 @@ def problem_of(
         "out": torch.full((tokens, heads, head_dim), float("nan"), dtype=torch.bfloat16),
         "lse": torch.full((tokens, heads), float("nan")),
         "partials": torch.full((slots * (rows * head_dim + -(-2 * rows // 4) * 4),), float("nan")),
-        "counters": torch.zeros(sequences * kv_heads * row_tiles, dtype=torch.int32),
+        "counters": torch.zeros(sequences * kv_heads * row_tiles * 16 * 8, dtype=torch.int32),
         **{name: options[name] for name in ("k_scale", "v_scale", "sinks") if name in options},
     }
     size = case.cache.element_size()
@@ -193,7 +208,9 @@ def test_few_chunks_hold_a_long_sequence(attend: Attend) -> None:
 
 
 def test_short_and_long_sequences_with_as_many_splits_as_there_are(attend: Attend) -> None:
-    """Of the long ones 4090 tokens are 128 splits of two tiles, 2100 tokens 66."""
+    """Of the long ones, 4090 tokens are 128 splits of two tiles for blocks and 64 of four for
+    clusters, 2100 tokens 66 and 33.
+    """
     case = make_case([40, 4090, 0, 17, 2100, 64], kv_heads=1, fp8=True)
     check(attend(case, least_chunk=16, most_splits=128), case)
 

@@ -271,9 +271,12 @@ def assert_nothing_spilled(cubin: Path, kernels: int) -> None:
     assert not any(re.search(r"\b(LDL|STL)\b", body) for _, body in sass_functions(cubin))
 
 
+CLUSTERS = "9attention5units"  # decode attention by clusters of blocks
+
+
 def attention_form(name: str) -> tuple[int, bool, int, bool]:
     """Head dim, whether keys are FP8, eights of rows, whether it is for 99 KB of shared memory."""
-    form = re.search(r"FormILj(\d+)ELb(\d)ELj(\d)ELb(\d)E", name)
+    form = re.search(r"FormILj(\d+)ELb(\d)ELj(\d)(?:ELb(\d))?E", name)  # clusters: without the last
     assert form, name
     return int(form[1]), form[2] == "1", int(form[3]), form[4] == "1"
 
@@ -283,9 +286,12 @@ def most_stack(arch: str, name: str) -> int:
 
     With head dim 256 and more than 8 rows, sums and queries take 192 of 255 registers. A tile's
     loop then has at most 10 accesses to the stack in 1900 instructions. On SM100 two blocks share
-    the registers with FP8 keys of 128; what it spills is not in that loop.
+    the registers with FP8 keys of 128; what it spills is not in that loop. So do blocks of clusters
+    with BF16 keys of 128, whose loop has up to 4 accesses.
     """
     dim, is_fp8, groups, _ = attention_form(name)
+    if CLUSTERS in name:
+        return 0 if is_fp8 or dim == 64 else 8
     if dim == 256 and groups == 2:
         return 80
     return 8 if (arch, dim, is_fp8, groups) == ("100f", 128, True, 1) else 0
@@ -515,3 +521,28 @@ def test_decode_attention_has_instructions_of_every_target(
         assert resources[name]["STACK"] <= most_stack(arch, name), name
     forms = {(dim, fp8, rows) for dim in (64, 128, 256) for fp8 in (False, True) for rows in (1, 2)}
     assert seen == forms and empty == len(forms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("arch", ["90a", "100f", "120f"])
+def test_clusters_of_decode_attention_copy_tiles_at_once(
+    arch: str, kind: str, compile_for: Compiler
+) -> None:
+    """By tensor maps, with the products of the other kernel. SM12x has none of it."""
+    _, cubin = compile_for(arch, f"decode_attention/units/{kind}.cu")
+    seen = set[tuple[int, int]]()
+    for name, body in sass_functions(cubin):
+        dim, is_fp8, groups, _ = attention_form(name)
+        assert CLUSTERS in name and is_fp8 == (kind == "fp8"), name
+        seen.add((dim, groups))
+        if arch.startswith("12"):
+            assert not re.search(r"MMA|UTMALDG|ACQBULK|PREEXIT", body), name
+            continue
+        opcode = "HMMA.16816.F32" + ("" if is_fp8 else ".BF16")
+        assert products_of(cubin)[name] == {opcode: groups * dim // 8}, name
+        assert all(word in body for word in ("UTMALDG", "ACQBULK", "PREEXIT")), name
+        products = [found.start() for found in re.finditer(r"\bHMMA", body)]
+        in_stack = re.findall(r"\b(LDL|STL)\b", body[products[0] : products[-1]])
+        assert len(in_stack) <= (4 if most_stack(arch, name) else 0), name
+    assert seen == {(64, 1), (64, 2), (128, 1)}

@@ -74,7 +74,7 @@ def test_flashinfer_reads_an_fp8_cache_with_head_dim_256(hybrid: Path) -> None:
 def test_vllm_chooses_for_every_other_measured_cache(hybrid: Path, tmp_path: Path) -> None:
     narrow = write_checkpoint(tmp_path / "narrow", config={**HYBRID, "head_dim": 128})
     for model, words in ((hybrid, ()), (narrow, ()), (narrow, FP8)):
-        value, reason, backend, config = planned(model, *words)
+        value, reason, backend, config = planned(model, "--attention-kernel", "vllm", *words)
         assert (value, backend, config) == (VLLM, None, None)
         assert reason.startswith("H200: ")
 

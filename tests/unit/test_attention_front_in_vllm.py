@@ -299,3 +299,40 @@ def test_a_split_graph_has_both_operators_in_one_piece(in_a_pass: Any) -> None:
         "unified_attention_with_output",
     ]
     assert [item.is_splitting_graph for item in pieces] == [False, True, False]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("decodes", [True, False])
+def test_queries_are_rounded_for_flash_attention_alone(
+    front: Any, monkeypatch: pytest.MonkeyPatch, decodes: bool
+) -> None:
+    """With an FP8 cache and nibble's decode attention, which takes BF16."""
+    from nibble_kernels.attention_front.reference import rounded_queries
+    from vllm.model_executor.layers.attention import attention as of_vllm
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from nibble.engine.plugin.attention.backend import CutePagedImpl, CutePagedMetadata
+
+    impl = CutePagedImpl(HEADS, DIM, 0.125, KV_HEADS, None, None, "fp8")
+    impl.rounds_queries = True
+    cache = torch.zeros(4, KV_HEADS, PAGE, 2 * DIM, dtype=torch.uint8)
+    layer = attention_of("fp8", impl=impl, kv_cache=cache, _q_scale=torch.tensor(0.5))
+    module = module_of(attention=layer)
+    assert front.replace_fronts(nn.ModuleList([module]), engine()) == []
+    metadata: Any = CutePagedMetadata.__new__(CutePagedMetadata)
+    metadata.decodes = decodes
+    for owner in (of_vllm, front):
+        monkeypatch.setattr(
+            owner,
+            "get_attention_context",
+            lambda name: (metadata, layer, cache, torch.arange(5)),
+        )
+    seen: list[Tensor] = []
+    for owner, name in ((CutePagedImpl, "_decode"), (FlashAttentionImpl, "forward")):
+        monkeypatch.setattr(owner, name, lambda self, layer, q, *rest, **_: seen.append(q.clone()))
+    hidden, positions = torch.randn(5, HIDDEN).bfloat16(), torch.tensor([7, 8, 100, 0, 3])
+    q, _, _ = expected(module, hidden, positions)
+    module(positions, hidden)
+    (found,) = seen
+    rounded = rounded_queries(q, layer._q_scale).view_as(found)
+    assert torch.equal(found.float(), (q.view_as(found) if decodes else rounded).float())

@@ -12,6 +12,7 @@ import setuptools  # noqa: F401  # torch needs it; it fails to load where a test
 import torch
 
 from nibble.engine.contract import ATTENTION
+from nibble.engine.decode_attention import FEW
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -20,7 +21,7 @@ HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 
 def config(**changes: Any) -> Any:
     options: dict[str, Any] = {"drafts": 0, "ubatching": False, "rswa": None, "prefix": False}
-    options |= changes
+    options |= {"kernel": "nibble", "connector": None} | changes
     drafts = options["drafts"]
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
@@ -28,6 +29,8 @@ def config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(
             use_ubatching=options["ubatching"], decode_context_parallel_size=1
         ),
+        additional_config={"nibble": {"attention_kernel": options["kernel"]}},
+        kv_transfer_config=options["connector"],
         model_config=SimpleNamespace(
             rswa_window=options["rswa"], is_mm_prefix_lm=options["prefix"], dtype=torch.bfloat16
         ),
@@ -60,7 +63,7 @@ def layer_of(backend: Any, cache: str = "auto", dtype: Any = torch.bfloat16, **o
     return SimpleNamespace(impl=impl, _q_scale=one, _k_scale=one * 0.5, _v_scale=one * 2)
 
 
-def builder_of(backend: Any, layer: Any, drafts: int = 0) -> Any:
+def builder_of(backend: Any, layer: Any, drafts: int = 0, few: int = 8) -> Any:
     made = backend.CutePagedMetadataBuilder.__new__(backend.CutePagedMetadataBuilder)
     made.aot_schedule, made.aot_sliding_window, made.vllm_config = True, (-1, -1), None
     made.use_full_cuda_graph, made.max_cudagraph_size, made.max_num_splits = True, 8, 32
@@ -69,6 +72,7 @@ def builder_of(backend: Any, layer: Any, drafts: int = 0) -> Any:
     made.scheduler_metadata = torch.ones(33, dtype=torch.int32)
     made._is_decode_batch = False
     made.refusal, made.most_queries = backend._refusal(layer), 1 + drafts
+    made.most_requests, made.leaves_many, made.is_early = few, few < 8, True
     return made
 
 
@@ -128,6 +132,30 @@ def test_a_batch_of_decode_steps_needs_no_schedule_and_others_do(
     assert not builder.build(0, batch([7, 20], [1, 1], causal=False)).decodes
     assert builder_of(backend, layer, drafts=3).build(0, batch([7, 20], [4, 2])).decodes
     assert not builder.plans_on_host
+
+
+def test_flash_attention_plans_for_more_than_few_requests(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of requests of a step with its padded ones, which a CUDA graph keeps."""
+    from nibble_kernels.decode_attention import MOST_CLUSTERED
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    assert FEW == MOST_CLUSTERED
+    schedule = torch.full((5,), 7, dtype=torch.int32)
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder, "_get_scheduler_metadata", lambda self, **_: schedule
+    )
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config(kernel="few"))
+    layer = layer_of(backend)
+    layer.impl.process_weights_after_loading(torch.bfloat16)
+    builder = builder_of(backend, layer, few=FEW)
+    few = builder.build(0, batch([7, 20, 9, 0], [1, 1, 1, 0]))
+    assert few.decodes and few.scheduler_metadata is None
+    many = builder.build(0, batch([7, 20, 9, 5, 0], [1, 1, 1, 1, 0]))
+    assert not many.decodes and many.scheduler_metadata.tolist() == [7] * 5
+    whole = backend._most_requests(config())
+    assert (backend._most_requests(config(kernel="few")), whole) == (FEW, 8)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
@@ -236,13 +264,13 @@ def test_scales_of_heads_are_refused_after_the_load(backend: Any) -> None:
 def test_steps_from_graphs_take_the_builder(backend: Any) -> None:
     from nibble.engine.plugin.step_graph.facts import _is_planned_on_device
 
-    builder = builder_of(backend, layer_of(backend))
-    builder.aot_sliding_window = (127, 0)
-    assert _is_planned_on_device(builder)
-    builder.refusal = "another head dim"
-    assert not _is_planned_on_device(builder)
-    builder.aot_sliding_window = (-1, -1)
-    assert _is_planned_on_device(builder)
+    ours, refused, few = (builder_of(backend, layer_of(backend), few=n) for n in (8, 8, FEW))
+    refused.refusal = "another head dim"
+    for builder in (ours, refused, few):
+        builder.aot_sliding_window = (127, 0)
+        assert _is_planned_on_device(builder) is (builder is ours)
+        builder.aot_sliding_window = (-1, -1)
+        assert _is_planned_on_device(builder)
 
 
 def test_layers_share_a_workspace_that_is_large_enough_for_each(backend: Any) -> None:
@@ -279,6 +307,7 @@ def test_a_worker_with_the_option_gets_the_backend_before_its_device(
     monkeypatch.setattr(follow, "register", lambda: done.append("backend"))
     follow.offer_attention()
     create = required(WorkerWrapperBase, "init_device", "self")  # as the next part replaces it
-    for options in ({}, {"nibble": {"attention_kernel": "nibble"}}):
+    for value in ("vllm", "nibble", "few"):
+        options = {"nibble": {"attention_kernel": value}}
         create(SimpleNamespace(vllm_config=SimpleNamespace(additional_config=options)))
-    assert done == ["device", "kernel", "backend", "device"]
+    assert done == ["device", *["kernel", "backend", "device"] * 2]

@@ -9,10 +9,12 @@ import pytest
 
 from nibble.canary.kernels import deviations, expectations
 from nibble.engine.decode_attention import (
+    FEW,
     WORKSPACE_BYTES,
     AttentionShape,
     is_decode_batch,
     most_queries,
+    most_requests,
     refusal_of_shape,
     sequences_at_a_time,
 )
@@ -38,43 +40,73 @@ def options_of(plan: Plan) -> dict[str, Any]:
     return dict(config.value["nibble"]) if config else {}
 
 
-def test_auto_is_vllms_until_a_server_was_measured(model: Path) -> None:
-    for words in ((), ("--attention-kernel", "auto"), ("--attention-kernel", "vllm")):
+def test_auto_takes_nibbles_for_few_requests_on_hopper(model: Path) -> None:
+    for words in ((), ("--attention-kernel", "auto"), ("--kv-cache-dtype", "fp8")):
         plan = planned(model, *words)
-        assert plan.choices["attention"].value == "vllm"
-        assert "attention_kernel" not in options_of(plan)
+        choice = plan.choices["attention"]
+        assert choice.value == "few" and f"up to {FEW} requests" in choice.reason
+        assert options_of(plan)["attention_kernel"] == "few"
+        assert not check_for_deviations(plan, "CUTE_PAGED")
+    assert "attention_kernel" not in options_of(planned(model, target="b200"))
+    vllms = planned(model, "--attention-kernel", "vllm")
+    assert vllms.choices["attention"].value == "vllm"
+    assert "attention_kernel" not in options_of(vllms)
 
 
 @pytest.mark.parametrize(
-    ("words", "environ"),
-    [(("--attention-kernel", "nibble"), {}), ((), {"NIBBLE_ATTENTION": "nibble"})],
+    ("words", "environ", "why"),
+    [
+        ((), {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT"),
+        (("--decode-context-parallel-size", "2"), {}, "split over ranks"),
+        (("--dtype", "float16"), {}, "computes in float16"),
+        (
+            ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+            {},
+            "not measured with drafts",
+        ),
+    ],
 )
-def test_the_user_selects_nibbles(
-    model: Path, words: tuple[str, ...], environ: dict[str, str]
+def test_auto_leaves_to_vllm_what_nibbles_cannot_serve(
+    model: Path, words: tuple[str, ...], environ: dict[str, str], why: str
 ) -> None:
-    plan = planned(model, *words, **environ)
-    choice = plan.choices["attention"]
-    assert choice.value == "nibble" and choice.reason.startswith("set by the user")
-    assert ("NIBBLE_ATTENTION" in choice.source) == bool(environ)
-    assert options_of(plan)["attention_kernel"] == "nibble"
-    added = plan.budget.workspace_bytes - planned(model).budget.workspace_bytes
-    assert added == WORKSPACE_BYTES
+    choice = (plan := planned(model, *words, **environ)).choices["attention"]
+    assert choice.value == "vllm" and "not nibble's kernel: " in choice.reason
+    assert why in choice.reason and "attention_kernel" not in options_of(plan)
 
 
-def test_auto_takes_nibbles_on_a_target_where_a_server_was_measured(
-    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_auto_leaves_other_head_dims_and_named_backends_to_vllm(
+    model: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nibble.plan.attention_kernel.TARGETS", ("hopper",))
-    plan = planned(model)
-    choice = plan.choices["attention"]
-    assert choice.value == "nibble" and "in a server" in choice.reason
-    assert options_of(plan)["attention_kernel"] == "nibble"
-    assert planned(model, "--attention-kernel", "vllm").choices["attention"].value == "vllm"
+    other = write_checkpoint(tmp_path / "other", config={**HEADS, "head_dim": 256})
+    choice = planned(other).choices["attention"]
+    assert choice.value == "vllm" and "not measured with head dim 256" in choice.reason
+    wide = write_checkpoint(tmp_path / "wide", config={**HEADS, "num_key_value_heads": 1})
+    assert "more than 16 each" in planned(wide).choices["attention"].reason
+    half = write_checkpoint(tmp_path / "half", config={**HEADS, "num_key_value_heads": 2})
+    assert "not 16" in planned(half).choices["attention"].reason
     named = planned(model, "--attention-backend", "FLASHINFER")
     assert named.choices["attention"].value == "FLASHINFER"
-    other = write_checkpoint(tmp_path / "other", config={**HEADS, "head_dim": 96})
-    assert "attention_kernel" not in options_of(planned(other))
-    assert "attention_kernel" not in options_of(planned(model, target="b200"))
+
+
+def test_auto_is_vllms_where_no_target_has_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nibble.plan.attention_kernel.TARGETS", ())
+    choice = (plan := planned(model)).choices["attention"]
+    assert choice.value == "vllm" and "nibble" not in choice.reason
+    assert "attention_kernel" not in options_of(plan)
+
+
+@pytest.mark.parametrize("value", ["nibble", "few"])
+@pytest.mark.parametrize("is_flag", [True, False])
+def test_the_user_selects_nibbles(model: Path, value: str, is_flag: bool) -> None:
+    words = ("--attention-kernel", value) if is_flag else ()
+    plan = planned(model, *words, **({} if is_flag else {"NIBBLE_ATTENTION": value}))
+    choice = plan.choices["attention"]
+    assert choice.value == value and choice.reason.startswith("set by the user")
+    assert ("NIBBLE_ATTENTION" in choice.source) != is_flag
+    assert options_of(plan)["attention_kernel"] == value
+    without = planned(model, "--attention-kernel", "vllm")
+    added = plan.budget.workspace_bytes - without.budget.workspace_bytes
+    assert added == WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -113,15 +145,28 @@ def test_flash_attention_may_be_named_beside_it(model: Path) -> None:
     assert plan.choices["attention"].value == "nibble"
 
 
+def check_for_deviations(plan: Plan, backend: str) -> list[str]:
+    wanted = [one for one in expectations(plan, {}) if one.part == "attention"]
+    ran: dict[str, Any] = {"device": "cuda", "operators": {"cuda": "compiled"}, "linear": {}}
+    ran |= {"moe": {}, "attention": {backend: 36}}
+    return [found.line() for found in deviations(wanted, [ran])]
+
+
 def test_the_kernel_assertion_expects_the_backend(model: Path) -> None:
     plan = planned(model, "--attention-kernel", "nibble")
-    (want,) = [one for one in expectations(plan, {}) if one.part == "attention"]
-    assert want.allowed == ("CUTE_PAGED",)
-    ran: dict[str, Any] = {"device": "cuda", "operators": {"cuda": "compiled"}, "linear": {}}
-    ran |= {"moe": {}}
-    assert not deviations([want], [{**ran, "attention": {"CUTE_PAGED": 36}}])
-    (found,) = deviations([want], [{**ran, "attention": {"FLASH_ATTN": 36}}])
-    assert "FLASH_ATTN ran, expected CUTE_PAGED" in found.line()
+    assert not check_for_deviations(plan, "CUTE_PAGED")
+    (found,) = check_for_deviations(plan, "FLASH_ATTN")
+    assert "FLASH_ATTN ran, expected CUTE_PAGED" in found
+
+
+def test_the_kernel_assertion_expects_vllms_backend_too_where_it_computes_most(
+    model: Path,
+) -> None:
+    plan = planned(model, "--attention-kernel", "few", "--attention-backend", "FLASH_ATTN")
+    assert not check_for_deviations(plan, "CUTE_PAGED")
+    assert not check_for_deviations(plan, "FLASH_ATTN")
+    (found,) = check_for_deviations(plan, "TRITON_ATTN")
+    assert "expected CUTE_PAGED or flash_attn" in found
 
 
 def test_which_layers_and_batches_the_kernel_takes() -> None:
@@ -138,5 +183,10 @@ def test_which_layers_and_batches_the_kernel_takes() -> None:
     assert is_decode_batch(1, 1, True) and is_decode_batch(3, 4, True)
     assert not is_decode_batch(2, 1, True) and not is_decode_batch(1, 1, False)
     assert not is_decode_batch(1, 0, True) and not is_decode_batch(1, 1, object())
+    assert [most_requests("few", 64), most_requests("few", 2), most_requests("nibble", 64)] == [
+        4,
+        2,
+        64,
+    ]
     assert sequences_at_a_time(1 << 20, 256) == 160
     assert sequences_at_a_time(1 << 20, 8) == 8 and sequences_at_a_time(1 << 40, 8) == 1

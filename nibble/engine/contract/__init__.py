@@ -36,6 +36,7 @@ CONFIG_FLAG, CONFIG_KEY = "--additional-config", "nibble"
 Activations = Literal["checkpoint", "bf16"]
 HeadFormat = Literal["off", "nvfp4"]
 Kernel = Literal["vllm", "nibble"]
+AttentionKernel = Literal["vllm", "nibble", "few"]
 ScaleMode = Literal["token", "batch-pow2", "batch"]
 Switch = Literal["on", "off"]
 
@@ -48,7 +49,8 @@ class Options:
     - quantize_lm_head: nvfp4 quantizes a BF16 output head when it is loaded.
     - linear_kernel, moe_kernel: vLLM's choice, or nibble's kernel for NVFP4 weights with
       unquantized activations on a GPU.
-    - attention_kernel: vLLM's choice, or nibble's kernel for decode steps (plugin/attention).
+    - attention_kernel: vLLM's choice, or nibble's kernel for decode steps, or for those of few
+      requests (plugin/attention).
     - attention_front: whether one kernel computes norms of queries and keys, RoPE and the cache
       write (plugin/attention/front.py).
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
@@ -65,7 +67,7 @@ class Options:
     quantize_lm_head: HeadFormat = "off"
     linear_kernel: Kernel = "vllm"
     moe_kernel: Kernel = "vllm"
-    attention_kernel: Kernel = "vllm"
+    attention_kernel: AttentionKernel = "vllm"
     attention_front: Switch = "off"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"

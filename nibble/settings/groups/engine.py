@@ -158,14 +158,15 @@ class EngineOptions(BaseModel):
         flag="--moe-kernel",
         expected="auto, vllm or nibble",
     )
-    attention_kernel: Literal["auto", contract.Kernel] = option(
+    attention_kernel: Literal["auto", contract.AttentionKernel] = option(
         "auto",
         "Engine",
         "Attention of decode steps on a GPU: `vllm` (vLLM's choice), `nibble` (nibble's kernel, and"
-        " FlashAttention for prompts) or `auto`: vLLM's choice (docs/kernels/decode_attention.md).",
+        " FlashAttention for prompts), `few` (nibble's for steps of up to 4 requests) or `auto`:"
+        " `few` on hopper where it can (docs/kernels/decode_attention.md).",
         "NIBBLE_ATTENTION",
         flag="--attention-kernel",
-        expected="auto, vllm or nibble",
+        expected="auto, vllm, nibble or few",
     )
     attention_front: Literal["auto", contract.Switch] = option(
         "auto",

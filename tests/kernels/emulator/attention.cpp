@@ -2,6 +2,7 @@
 #include <new>
 
 #include "decode_attention/decode.cuh"
+#include "decode_attention/units/decode.cuh"
 #include "run_cluster.h"
 
 using namespace nibble::attention;
@@ -33,6 +34,62 @@ void run_size(const Problem& problem, uint32_t head_dim, bool is_small, uint32_t
   run_rows<256, IsFp8>(problem, is_small, blocks);
 }
 
+// What the kernel before this one writes: until it ends, something else is there.
+class Unwritten {
+ public:
+  Unwritten(const Problem& p, uint32_t head_dim, bool is_fp8) {
+    const uint32_t tokens = static_cast<uint32_t>(p.query_begins[p.sequences]);
+    add(p.query, tokens * p.kv_heads * p.group * head_dim * 2);
+    for (uint32_t i = 0; i < p.sequences; ++i) {
+      const int32_t queries = p.query_begins[i + 1] - p.query_begins[i];
+      for (int32_t token = std::max(0, p.lengths[i] - queries); token < p.lengths[i]; ++token) {
+        const int32_t page = p.pages[i * p.pages_stride + token / p.tokens_per_page];
+        for (uint32_t head = 0; head < p.kv_heads; ++head)
+          add(p.cache + page * p.page_stride + head * p.head_stride + token % p.tokens_per_page * p.token_stride,
+              head_dim * (is_fp8 ? 2 : 4));
+      }
+    }
+    if (!p.is_early) add(p.lengths, p.sequences * 4);
+  }
+
+  void begin() {
+    for (const Part& part : parts_) std::memset(part.place, 0x7f, part.bytes.size());
+    run_previous_kernel([this] {
+      for (const Part& part : parts_) std::ranges::copy(part.bytes, part.place);
+    });
+  }
+
+ private:
+  struct Part {
+    uint8_t* place;
+    std::vector<uint8_t> bytes;
+  };
+  void add(const void* from, size_t size) {
+    uint8_t* const place = static_cast<uint8_t*>(const_cast<void*>(from));
+    parts_.push_back({place, {place, place + size}});
+  }
+  std::vector<Part> parts_;
+};
+
+template <class Form>
+void run_units(const Problem& problem, CUtensorMap map, uint32_t clusters) {
+  map.chunks = Form::kChunks;
+  Unwritten unwritten(problem, Form::kHeadDim, Form::kIsFp8);
+  for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
+    unwritten.begin();
+    run_cluster(Form::kRanks, Form::kThreads, sizeof(units::Shared<Form>), cluster, clusters, [&](uint4* memory) {
+      units::Attention<Form>(problem, map, *reinterpret_cast<units::Shared<Form>*>(memory)).run();
+    });
+  }
+}
+
+template <bool IsFp8>
+void run_unit_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t clusters) {
+  if (head_dim == 128) return run_units<units::Form<128, IsFp8, 1>>(p, map, clusters);
+  if (slot_rows(p) > 8) return run_units<units::Form<64, IsFp8, 2>>(p, map, clusters);
+  run_units<units::Form<64, IsFp8, 1>>(p, map, clusters);
+}
+
 }  // namespace
 
 extern "C" uint32_t problem_bytes() { return sizeof(Problem); }
@@ -44,8 +101,17 @@ extern "C" void divide(const Problem* problem, uint32_t length, uint32_t warps, 
 }
 
 extern "C" void attend_on_the_host(const Problem* problem, uint32_t head_dim, bool is_fp8, bool is_small,
-                                   uint32_t blocks, bool is_late) {
+                                   bool is_clustered, uint32_t pages, uint32_t blocks, bool is_late) {
   emulated_is_late = is_late;
+  if (is_clustered && !is_small && units::has_form(head_dim, slot_rows(*problem))) {
+    CUtensorMap map{};
+    map.bytes = problem->cache;
+    map.tokens = problem->tokens_per_page, map.heads = problem->kv_heads, map.pages = pages;
+    map.token_stride = problem->token_stride, map.head_stride = problem->head_stride;
+    map.page_stride = problem->page_stride;
+    if (is_fp8) return run_unit_size<true>(*problem, map, head_dim, blocks);
+    return run_unit_size<false>(*problem, map, head_dim, blocks);
+  }
   if (is_fp8) {
     run_size<true>(*problem, head_dim, is_small, blocks);
   } else {

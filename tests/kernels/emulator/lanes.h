@@ -21,10 +21,38 @@ struct EmulatedCluster;
 inline EmulatedBlock* emulated_block;
 inline EmulatedCluster* emulated_cluster;
 
-// Bulk copies are over a while after they begin, the latest first, and products when they are waited for; some
-// warps pause. Or all goes on at once. A kernel must be right either way.
+// Bulk copies are over a while after they begin, the latest first and some much later than others, and products
+// when they are waited for; some warps pause. Or all goes on at once. A kernel must be right either way.
 inline bool emulated_is_late;
 inline std::vector<std::function<void()>> emulated_copies;
+
+// Every seventh copy is over when many that began after it are used.
+inline constexpr uint32_t kSlowCopy = 7, kSlowRounds = 1000;
+struct SlowCopy {
+  uint32_t round;
+  std::function<void()> end;
+};
+inline uint32_t emulated_round, emulated_copies_begun;
+inline std::deque<SlowCopy> emulated_slow_copies;
+
+inline void end_later(std::function<void()> copy) {
+  if (++emulated_copies_begun % kSlowCopy == 0) {
+    emulated_slow_copies.push_back({emulated_round + kSlowRounds, std::move(copy)});
+  } else {
+    emulated_copies.push_back(std::move(copy));
+  }
+}
+
+// The kernel before this one, which ends with f().
+inline bool emulated_previous_kernel_runs;
+inline void run_previous_kernel(std::function<void()> f) {
+  if (!emulated_is_late) return f();
+  emulated_previous_kernel_runs = true;
+  emulated_slow_copies.push_back({emulated_round + kSlowRounds, [f = std::move(f)] {
+                                    f();
+                                    emulated_previous_kernel_runs = false;
+                                  }});
+}
 
 class EmulatedLanes {
  public:
@@ -44,9 +72,13 @@ class EmulatedLanes {
       lane->context.uc_link = &main_;
       makecontext(&lane->context, [] { running_->begin(); }, 0);
     }
-    uint32_t round = 0;
+    uint32_t& round = emulated_round;
     for (size_t left = lanes_.size(); left != 0; ++round) {
-      bool is_stuck = true;
+      bool is_stuck = emulated_slow_copies.empty();
+      if (!is_stuck && emulated_slow_copies.front().round <= round) {
+        emulated_slow_copies.front().end();
+        emulated_slow_copies.pop_front();
+      }
       if (!emulated_copies.empty()) {
         is_stuck = false;
         const std::function<void()> copy = std::move(emulated_copies.back());

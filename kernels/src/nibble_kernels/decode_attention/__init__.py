@@ -12,10 +12,11 @@ from nibble_kernels.library import operator
 
 __all__ = ["Workspace", "decode_attention", "make_workspace"]
 
-# Of problem.h: rows of a product, sequences of a launch.
-ROWS, SEQUENCES = 16, 256
-# Tokens of a split of a short sequence, and the most splits (docs/kernels/decode_attention.md).
-LEAST_CHUNK, MOST_SPLITS = 128, 64
+# Of problem.h: rows of a product, sequences of a launch, blocks of a cluster.
+ROWS, SEQUENCES, RANKS = 16, 256, 8
+# Tokens of a split of a short sequence, the most splits, and the most sequences of a batch that
+# clusters of blocks compute (docs/kernels/decode_attention.md).
+LEAST_CHUNK, MOST_SPLITS, MOST_CLUSTERED = 128, 64, 4
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Workspace:
     counters: Tensor
     least_chunk: int = LEAST_CHUNK
     most_splits: int = MOST_SPLITS
+    most_clustered: int = MOST_CLUSTERED
 
 
 def make_workspace(
@@ -38,18 +40,20 @@ def make_workspace(
     device: torch.device | str = "cuda",
     least_chunk: int = LEAST_CHUNK,
     most_splits: int = MOST_SPLITS,
+    most_clustered: int = MOST_CLUSTERED,
 ) -> Workspace:
     """For `sequences` at a time: a larger batch takes several launches. Calls on several streams
-    need one each.
+    need one each. The last three are for tests and measurements.
     """
     items = min(sequences, SEQUENCES) * kv_heads * -(-group * most_queries // ROWS)
     rows = min(ROWS, group * most_queries)
     floats = items * most_splits * (rows * head_dim + -(-2 * rows // 4) * 4)
     return Workspace(
         torch.empty(floats, dtype=torch.float32, device=device),
-        torch.zeros(items, dtype=torch.int32, device=device),
+        torch.zeros(items * ROWS * RANKS, dtype=torch.int32, device=device),
         least_chunk,
         most_splits,
+        most_clustered,
     )
 
 
@@ -96,7 +100,7 @@ _attend = operator(
     "decode_attention(Tensor query, Tensor cache, Tensor pages, Tensor lengths, Tensor"
     " query_begins, int most_queries, float scale, Tensor? k_scale, Tensor? v_scale, int window,"
     " float soft_cap, Tensor? sinks, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials,"
-    " Tensor(d!) counters, int least_chunk, int most_splits) -> ()",
+    " Tensor(d!) counters, int least_chunk, int most_splits, int most_clustered, bool early) -> ()",
     _reference,
     _fake,
 )
@@ -119,6 +123,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Attention of `query` [tokens, heads, D] over `cache` [pages, KV heads, tokens, 2 D] of any
     strides, in bfloat16 or float8_e4m3fn (times `k_scale` and `v_scale`).
@@ -126,8 +131,14 @@ def decode_attention(
     `lengths` counts a sequence's tokens with the query tokens `query_begins[i]` to
     `query_begins[i + 1]`, which are its last ones; 0 is a padded row with the result 0. `window`
     counts the tokens that a query sees, itself included; 0 means all. `lse` [tokens, heads] gets
-    the logarithm of the sum of weights, a sink included. A sequence's result does not depend on
-    the rest of the batch. The first call on a device must not be captured in a CUDA graph.
+    the logarithm of the sum of weights, a sink included. A sequence's result depends on the rest
+    of the batch only in whether it has more than MOST_CLUSTERED sequences, padded rows included.
+    The first call with few and with more sequences on a device must not be captured in a CUDA
+    graph.
+
+    `early`: the kernel before this one writes nothing that this one reads but `query` and the keys
+    and values of query tokens, and all else was written before that kernel began. Lengths, page
+    tables and older tokens are then read while it runs.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     _attend(
@@ -149,5 +160,7 @@ def decode_attention(
         workspace.counters,
         workspace.least_chunk,
         workspace.most_splits,
+        workspace.most_clustered,
+        early,
     )
     return out

@@ -2,6 +2,8 @@
 #include <optional>
 
 #include "decode_attention/launch.cuh"
+#include "decode_attention/units/cache_map.h"
+#include "decode_attention/units/division.h"
 #include "nibble/cuda.h"
 
 namespace nibble::attention {
@@ -31,8 +33,7 @@ void check_cache(const Tensor& query, const Tensor& cache) {
           "expected a cache in bfloat16 or float8_e4m3fn");
   require(cache.dim() == 4 && cache.size(3) == 2 * head_dim && cache.stride(3) == 1,
           "expected a cache [pages, KV heads, tokens, 2 D] with D = ", head_dim);
-  require(cache.size(2) % kTile == 0, "expected pages of a multiple of 16 tokens, found ",
-          cache.size(2));
+  require(cache.size(2) % kTile == 0, "expected pages of a multiple of 16 tokens, found ", cache.size(2));
   require(query.size(1) % cache.size(1) == 0, query.size(1), " heads are not divided by ", cache.size(1),
           " KV heads");
   const int64_t unit = 16 / cache.element_size();
@@ -64,16 +65,33 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
   return p;
 }
 
-// The sequences in parts that a launch has tables and the workspace has room for. A sequence's result does
-// not depend on the others.
-void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tensor& query,
-                  const Tensor& cache) {
+// The sequences in parts that a launch has tables and the workspace has room for. A sequence's result depends
+// on the others only in whether all are at most `most_clustered`: clusters are faster for few.
+void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tensor& query, const Tensor& cache,
+                  uint32_t most_clustered) {
   const int device = query.get_device_index();
   const cudaStream_t stream = current_stream(query);
+  const uint32_t head_dim = static_cast<uint32_t>(query.size(2));
+  const bool is_fp8 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  const units::CacheMap map{p.cache,
+                            static_cast<uint64_t>(cache.size(0)),
+                            p.kv_heads,
+                            p.tokens_per_page,
+                            static_cast<uint64_t>(p.page_stride),
+                            static_cast<uint64_t>(p.head_stride),
+                            static_cast<uint64_t>(p.token_stride)};
+  Gpu gpu;
+  check(find_gpu(device, gpu));
+  // Targets with less shared memory have no kernel of clusters.
+  const bool is_clustered = sequences <= most_clustered && gpu.shared_bytes >= kLargeSharedBytes &&
+                            units::has_form(head_dim, slot_rows(p));
   for (uint32_t done = 0; done < sequences; done += p.sequences) {
     p.sequences = std::min(sequences - done, at_a_time);
-    check(launch(p, static_cast<uint32_t>(query.size(2)), cache.scalar_type() == ScalarType::Float8_e4m3fn,
-                 device, stream));
+    if (is_clustered) {
+      check((is_fp8 ? units::launch_fp8 : units::launch_bf16)(p, map, head_dim, device, stream));
+    } else {
+      check(launch(p, head_dim, is_fp8, device, stream));
+    }
     p.pages += int64_t{p.sequences} * p.pages_stride;
     p.lengths += p.sequences;
     p.query_begins += p.sequences;
@@ -85,7 +103,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                       int64_t window, double soft_cap, const std::optional<Tensor>& sinks, Tensor out,
                       std::optional<Tensor> lse, Tensor partials, Tensor counters, int64_t least_chunk,
-                      int64_t most_splits) {
+                      int64_t most_splits, int64_t most_clustered, bool is_early) {
   check_tables(pages, lengths, query_begins);
   check_cache(query, cache);
   Problem p = problem_of(query, cache, pages, most_queries, least_chunk, most_splits);
@@ -93,7 +111,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   require(out.is_contiguous() && out.numel() == query.numel() && out.scalar_type() == query.scalar_type(),
           "expected a result without gaps, as large as the queries");
   const int64_t floats = heads * most_splits * partial_floats(p, static_cast<uint32_t>(query.size(2)));
-  const int64_t room = std::min(partials.numel() / floats, counters.numel() / heads);
+  const int64_t room = std::min(partials.numel() / floats, counters.numel() / (heads * kRows * kRanks));
   require(room >= 1, "the workspace is too small for a sequence");
   const uint32_t at_a_time = static_cast<uint32_t>(std::min<int64_t>(room, kMostSequences));
   p.pages = static_cast<const int32_t*>(pages.const_data_ptr());
@@ -109,8 +127,9 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   p.window = static_cast<uint32_t>(window);
   p.scale = static_cast<float>(scale);
   p.soft_cap = static_cast<float>(soft_cap);
+  p.is_early = is_early;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  launch_parts(p, sequences, at_a_time, query, cache);
+  launch_parts(p, sequences, at_a_time, query, cache, static_cast<uint32_t>(most_clustered));
 }
 
 }  // namespace

@@ -7,22 +7,9 @@
 #include <mutex>
 
 #include "decode_attention/decode.cuh"
+#include "decode_attention/target.cuh"
 
 namespace nibble::attention {
-
-inline constexpr int kMostDevices = 64;
-// A block's shared memory on SM12x, and from where on the larger forms are taken.
-inline constexpr int kSmallSharedBytes = 99 * 1024, kLargeSharedBytes = 128 * 1024;
-
-// Targets with compute capability 12 have the small forms, others the large ones.
-template <bool IsSmall>
-__device__ constexpr bool is_for_target() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  return IsSmall;
-#else
-  return !IsSmall;
-#endif
-}
 
 template <class Form>
 __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
@@ -31,16 +18,6 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     extern __shared__ uint4 memory[];
     Attention<Form>(problem, *reinterpret_cast<Shared<Form>*>(memory)).run();
   }
-}
-
-struct Gpu {
-  int multiprocessors, shared_bytes;
-};
-
-inline cudaError_t find_gpu(int device, Gpu& gpu) {
-  cudaError_t error = cudaDeviceGetAttribute(&gpu.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&gpu.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
 // As many blocks as run at a time; the first call on a device must not be captured.

@@ -12,6 +12,7 @@ inline constexpr uint32_t kRows = 16;  // at most, of a product: queries of one 
 inline constexpr uint32_t kTile = 16;  // tokens of a product; they lie in one page
 inline constexpr uint32_t kMostSequences = 256;
 inline constexpr uint32_t kMostSplits = 128;
+inline constexpr uint32_t kRanks = 8;  // blocks of a cluster
 
 // Strides of the cache are in bytes; a token's key is followed by its value.
 struct Problem {
@@ -25,7 +26,7 @@ struct Problem {
   void* out;                       // bfloat16 [tokens, heads, D]
   float* lse;                      // [tokens, heads], or null
   float* partials;                 // slots of partial_floats()
-  uint32_t* counters;              // [sequences, KV heads, row tiles], zero between calls
+  uint32_t* counters;              // [sequences, KV heads, row tiles, kRows, kRanks], zero between calls
   int64_t page_stride, token_stride, head_stride;
   int64_t query_token_stride, query_head_stride;  // elements
   uint32_t sequences, kv_heads, group, most_queries;
@@ -33,9 +34,10 @@ struct Problem {
   uint32_t window;  // tokens that a query sees, itself included; 0: all
   uint32_t least_chunk, most_splits;
   float scale, soft_cap;  // soft_cap 0: none
+  uint32_t is_early;  // the kernel before this one writes nothing of it but queries and what they add to the cache
 };
 
-NIBBLE_FUNCTION uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+NIBBLE_FUNCTION constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 NIBBLE_FUNCTION uint32_t row_tiles_of(const Problem& p) {
   return quotient_up(p.group * p.most_queries, kRows);
 }

@@ -1,14 +1,20 @@
 """The attention backend CUTE_PAGED: FlashAttention's, with nibble's kernel for decode steps.
 
-A batch is nibble's if none of its requests has more query tokens than a decode step. All others,
-and layers that the kernel does not know, take FlashAttention's path. With an FP8 cache nibble's
-kernel takes queries in BF16, so they are rounded to FP8 on FlashAttention's path alone.
+A batch is nibble's if none of its requests has more query tokens than a decode step, and with the
+option `few` if there are few of them, padded ones of a CUDA graph included. All others, and layers
+that the kernel does not know, take FlashAttention's path. With an FP8 cache nibble's kernel takes
+queries in BF16, so they are rounded to FP8 on FlashAttention's path alone.
+
+nibble's kernel reads lengths, block tables and older tokens while the kernel before it runs. That
+one writes queries, keys and values (attention_front, or vLLM's rotation and cache write). What
+prepares a step and copies blocks ends before the embedding begins: those kernels let nothing begin
+before they end. A KV connector may load tokens until just before a layer, so it rules that out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from nibble_kernels.decode_attention import decode_attention
@@ -30,11 +36,12 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from nibble.engine.contract import ATTENTION
+from nibble.engine.contract import ATTENTION, Options
 from nibble.engine.decode_attention import (
     AttentionShape,
     is_decode_batch,
     most_queries,
+    most_requests,
     refusal_of_shape,
 )
 from nibble.engine.plugin.attention.workspace import reserve, workspace_of
@@ -44,9 +51,20 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class CutePagedMetadata(FlashAttentionMetadata):
-    """`decodes`: nibble's kernel computes this batch."""
+    """`decodes`: nibble's kernel computes this batch. `early`: it may read before its turn."""
 
     decodes: bool = False
+    early: bool = False
+
+
+def decodes(metadata: object) -> TypeGuard[CutePagedMetadata]:
+    """Whether nibble's kernel computes a batch."""
+    return isinstance(metadata, CutePagedMetadata) and metadata.decodes
+
+
+def packed(query: Tensor) -> Tensor:
+    """Where attention_front writes queries in FP8 in a buffer for BF16."""
+    return query.view(torch.float8_e4m3fn).view(-1)[: query.numel()].view(query.shape)
 
 
 class CutePagedMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -66,6 +84,9 @@ class CutePagedMetadataBuilder(FlashAttentionMetadataBuilder):
             if isinstance(layer.impl, CutePagedImpl):
                 layer.impl.refusal = self.refusal
         self.most_queries = most_queries(_draft_tokens(vllm_config))
+        self.most_requests = _most_requests(vllm_config)
+        self.leaves_many = self.most_requests < vllm_config.scheduler_config.max_num_seqs
+        self.is_early = vllm_config.kv_transfer_config is None
         self._is_decode_batch = False
         if self.refusal:
             logger.warning_once("FlashAttention computes decode steps too: %s", self.refusal)
@@ -74,8 +95,8 @@ class CutePagedMetadataBuilder(FlashAttentionMetadataBuilder):
 
     @property
     def plans_on_host(self) -> bool:
-        """Whether decode steps need what FlashAttention 3 plans."""
-        return bool(self.refusal)
+        """Whether decode steps, or those of many requests, need what FlashAttention 3 plans."""
+        return bool(self.refusal) or self.leaves_many
 
     def build(
         self,
@@ -84,15 +105,17 @@ class CutePagedMetadataBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> CutePagedMetadata:
         common = common_attn_metadata
-        decodes = not self.refusal and is_decode_batch(
-            common.max_query_len, self.most_queries, common.causal
+        decodes = (
+            not self.refusal
+            and common.num_reqs <= self.most_requests
+            and is_decode_batch(common.max_query_len, self.most_queries, common.causal)
         )
         self._is_decode_batch = decodes
         built = super().build(common_prefix_len, common, fast_build)
         if decodes:
             # Zero already, unless the memory was lost while the engine slept.
             workspace_of(self.device).counters.zero_()
-        return CutePagedMetadata(**vars(built), decodes=decodes)
+        return CutePagedMetadata(**vars(built), decodes=decodes, early=self.is_early)
 
     def _get_scheduler_metadata(self, **options: Any) -> Tensor | None:
         return None if self._is_decode_batch else super()._get_scheduler_metadata(**options)
@@ -109,13 +132,14 @@ class CutePagedImpl(FlashAttentionImpl):
         config = get_current_vllm_config_or_none()
         self.refusal = refusal_of_shape(self.shape) or self._own_refusal() or _of_engine(config)
         self._is_fp8 = self.kv_cache_dtype.startswith("fp8")
-        self._rounds_queries = False
+        # Whether FlashAttention's path rounds queries to FP8, and whether attention_front does it.
+        self.rounds_queries, self.takes_rounded = False, False
         if config is not None:
-            self._requests = config.scheduler_config.max_num_seqs
+            self._requests = _most_requests(config)
             self._queries = most_queries(_draft_tokens(config))
         if not self.refusal and self._is_fp8 and self.supports_quant_query_input:
             # The layer that is being built then leaves queries in BF16.
-            self._rounds_queries, self.supports_quant_query_input = True, False
+            self.rounds_queries, self.supports_quant_query_input = True, False
 
     def _own_refusal(self) -> str:
         if self.attn_type != AttentionType.DECODER:
@@ -130,7 +154,7 @@ class CutePagedImpl(FlashAttentionImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        if self._rounds_queries:
+        if self.rounds_queries:
             self.supports_quant_query_input = True  # for FlashAttention's path alone
         if not self.refusal:
             reserve(self.shape, self._requests, self._queries, _device())
@@ -147,9 +171,11 @@ class CutePagedImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(attn_metadata, CutePagedMetadata) and attn_metadata.decodes:
+        if decodes(attn_metadata):
             return self._decode(layer, query, kv_cache, attn_metadata, output)
-        if self._rounds_queries and attn_metadata is not None:
+        if self.takes_rounded and attn_metadata is not None:
+            query = packed(query)
+        elif self.rounds_queries and attn_metadata is not None:
             query = _rounded(query, layer._q_scale)
         return super().forward(
             layer,
@@ -186,6 +212,7 @@ class CutePagedImpl(FlashAttentionImpl):
             soft_cap=float(self.logits_soft_cap),
             sinks=None if self.sinks is None else self.sinks.float(),
             out=output,
+            early=metadata.early,
         )
 
 
@@ -229,6 +256,11 @@ def _of_engine(config: Any) -> str:
     if not most_queries(_draft_tokens(config)):
         return f"{_draft_tokens(config)} tokens are drafted at a time"
     return ""
+
+
+def _most_requests(config: Any) -> int:
+    choice = Options.from_config(config.additional_config).attention_kernel
+    return most_requests(choice, config.scheduler_config.max_num_seqs)
 
 
 def _draft_tokens(config: Any) -> int:

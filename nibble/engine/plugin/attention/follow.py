@@ -39,7 +39,7 @@ def offer_attention() -> None:
     @functools.wraps(create)
     def create_with_backend(wrapper: Any) -> None:
         options = Options.from_config(wrapper.vllm_config.additional_config)
-        if options.attention_kernel == "nibble":
+        if options.attention_kernel != "vllm":
             require_kernel()
             register()
         create(wrapper)

@@ -37,7 +37,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from nibble.engine.decode_attention import CACHES, HEAD_DIMS
-from nibble.engine.plugin.attention.backend import CutePagedImpl
+from nibble.engine.plugin.attention.backend import CutePagedImpl, decodes, packed
 from nibble.engine.plugin.cuda import runs_here
 from nibble.engine.plugin.options import current_options
 from nibble.engine.plugin.require import replace, required, required_of_instances
@@ -74,6 +74,10 @@ class LayerFront:
             self.attention.query_quant is not None
             and self.attention.impl.supports_quant_query_input
         )
+        # Queries are BF16 for nibble's decode attention, and FP8 for FlashAttention.
+        self.may_round = isinstance(self.attention.impl, CutePagedImpl) and (
+            self.attention.impl.rounds_queries
+        )
         self.is_fp8 = self.attention.kv_cache_dtype.startswith("fp8")
 
     @property
@@ -87,10 +91,17 @@ class LayerFront:
         return None if self.k_norm is None else self.k_norm.weight.data
 
     def __call__(
-        self, qkv: Tensor, positions: Tensor, q: Tensor, cache: Tensor, slots: Tensor | None
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        q: Tensor,
+        cache: Tensor,
+        slots: Tensor | None,
+        metadata: object = None,
     ) -> None:
         """Write queries to `q`, and keys and values to the slots of the cache."""
         layer = self.attention
+        packs = self.may_round and metadata is not None and not decodes(metadata)
         attention_front(
             qkv,
             positions,
@@ -105,8 +116,8 @@ class LayerFront:
             cache=None if slots is None else cache.view(FP8) if self.is_fp8 else cache,
             k_scale=layer._k_scale if self.is_fp8 else None,
             v_scale=layer._v_scale if self.is_fp8 else None,
-            q_scale=layer._q_scale if self.rounds_queries else None,
-            out=q,
+            q_scale=layer._q_scale if self.rounds_queries or packs else None,
+            out=packed(q) if packs else q,
         )
 
 
@@ -119,8 +130,8 @@ def _front_of_layer(qkv: Tensor, positions: Tensor, q: Tensor, layer_name: Any) 
     """As vLLM's unified_kv_cache_update: without slots, while vLLM measures memory, there is no
     cache to write.
     """
-    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
-    getattr(layer, ATTRIBUTE)(qkv, positions, q, cache, slots)
+    metadata, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    getattr(layer, ATTRIBUTE)(qkv, positions, q, cache, slots, metadata)
 
 
 # The types themselves, which torch makes the operator's schema of.
@@ -226,7 +237,10 @@ def replace_fronts(model: nn.Module, config: Any) -> list[str]:
         except Unsuitable as reason:
             reasons[str(reason)] = None
             continue
-        setattr(module.attn, ATTRIBUTE, LayerFront(module))
+        front = LayerFront(module)
+        setattr(module.attn, ATTRIBUTE, front)
+        if front.may_round:
+            module.attn.impl.takes_rounded = True
         module.__class__ = MODULES[type(module)]
         replaced = True
     if replaced:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from nibble_kernels.decode_attention import Workspace, decode_attention, make_workspace
 
@@ -55,7 +57,7 @@ def reserve(shape: AttentionShape, requests: int, most_queries: int, device: tor
 
 
 def _set_up(shape: AttentionShape, queries: int, device: torch.device) -> None:
-    """Compute a padded request."""
+    """Compute a padded request as of few and as of many."""
     dtype = torch.float8_e4m3fn if shape.cache.startswith("fp8") else torch.bfloat16
     query = torch.zeros(queries, shape.heads, shape.head_dim, dtype=torch.bfloat16, device=device)
     cache = torch.zeros(
@@ -63,13 +65,15 @@ def _set_up(shape: AttentionShape, queries: int, device: torch.device) -> None:
     )
     cache = cache.repeat(1, 1, 1, dtype.itemsize).view(dtype)
     numbers = torch.tensor([0, 0, queries], dtype=torch.int32, device=device)
-    decode_attention(
-        query,
-        cache,
-        numbers[:1, None],
-        numbers[:1],
-        numbers[1:],
-        workspace_of(device),
-        most_queries=queries,
-        scale=1.0,
-    )
+    workspace = workspace_of(device)
+    for each in (workspace, replace(workspace, most_clustered=0)):
+        decode_attention(
+            query,
+            cache,
+            numbers[:1, None],
+            numbers[:1],
+            numbers[1:],
+            each,
+            most_queries=queries,
+            scale=1.0,
+        )

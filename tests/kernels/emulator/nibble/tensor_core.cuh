@@ -121,6 +121,13 @@ struct EmulatedBlock {
 struct EmulatedCluster {
   EmulatedBarrier all;
   std::vector<std::vector<uint4>> memory;
+  std::vector<uint32_t> running;  // threads of each block
+
+  void require_running(uint32_t rank) const {
+    if (running[rank] != 0) return;
+    std::fprintf(stderr, "block %u of the cluster is over, and another one reaches into it\n", rank);
+    std::abort();
+  }
 };
 
 inline EmulatedBlock::Lane& emulated_lane(uint32_t lane) {
@@ -359,7 +366,7 @@ const T* element(const T* begin, uint32_t index) {
 }
 
 using SharedPlace = uint8_t*;
-inline SharedPlace shared_place(uint8_t* pointer) { return pointer; }
+inline SharedPlace shared_place(void* pointer) { return static_cast<uint8_t*>(pointer); }
 inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uint4*>(place); }
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
 // Where copies are late, they are over when they are waited for.
@@ -378,11 +385,11 @@ inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
 inline void begin_cluster_barrier() {
   emulated_lane(threadIdx.x % 32).cluster_phase = emulated_cluster->all.arrive();
 }
-inline void end_cluster_barrier() {
-  emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase);
-}
+inline void begin_cluster_barrier_with_barriers() { begin_cluster_barrier(); }
+inline void end_cluster_barrier() { emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase); }
 template <class T>
 T* of_rank(T* own, uint32_t rank) {
+  emulated_cluster->require_running(rank);
   auto& memory = emulated_cluster->memory;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(memory[emulated_block->rank].data());
   const uintptr_t theirs = reinterpret_cast<uintptr_t>(memory[rank].data());
@@ -400,7 +407,9 @@ void wait_for_copies() {
     groups.pop_front();
   }
 }
-inline void wait_for_previous_kernel() {}
+inline void wait_for_previous_kernel() {
+  EmulatedLanes::wait_until([] { return !emulated_previous_kernel_runs; });
+}
 inline void let_next_kernel_start() {}
 
 }  // namespace nibble::instruction

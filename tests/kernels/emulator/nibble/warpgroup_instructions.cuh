@@ -7,10 +7,14 @@
 
 #define NIBBLE_HAS_WARPGROUP_PRODUCTS 1
 
-// A matrix of words, and how many of its rows and columns a box has.
+// A matrix of words, and how many of its rows and columns a box has. Or pages of heads of tokens of chunks of 128
+// bytes, of which a box has 16 tokens with all of their chunks.
 struct CUtensorMap {
   const uint32_t* words;
   uint32_t columns, rows, box_columns, box_rows, box_chunks = 1;
+  const uint8_t* bytes = nullptr;
+  uint32_t tokens = 0, chunks = 0, heads = 0, pages = 0;
+  int64_t token_stride = 0, head_stride = 0, page_stride = 0;
 };
 
 namespace nibble::instruction {
@@ -23,6 +27,7 @@ inline uint32_t offset_of(SharedPlace place) {
   std::abort();
 }
 inline SharedPlace place_at_rank(SharedPlace place, uint32_t rank) {
+  emulated_cluster->require_running(rank);
   return reinterpret_cast<uint8_t*>(emulated_cluster->memory[rank].data()) + offset_of(place);
 }
 
@@ -61,6 +66,7 @@ inline void arrive_expecting(SharedPlace barrier, uint32_t bytes) {
 }
 inline void arrive(SharedPlace barrier) { Barrier::at(barrier).arrive(); }
 inline void arrive_at_rank(SharedPlace barrier, uint32_t rank) { arrive(place_at_rank(barrier, rank)); }
+inline void arrive_at_rank_after_reads(SharedPlace barrier, uint32_t rank) { arrive_at_rank(barrier, rank); }
 template <bool Of_cluster = false>
 void wait_for_phase(SharedPlace barrier, uint32_t parity) {
   EmulatedLanes::wait_until([&] { return Barrier::at(barrier).parity != parity; });
@@ -76,7 +82,7 @@ void begin_copy(SharedPlace barrier, uint32_t bytes, F&& f) {
     at.end_phase_if_over();
   };
   if (emulated_is_late) {
-    emulated_copies.push_back(std::move(copy));
+    end_later(std::move(copy));
   } else {
     copy();
   }
@@ -114,11 +120,34 @@ inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_
     }
   });
 }
+// Units of 16 bytes are swapped as CU_TENSOR_MAP_SWIZZLE_128B does it, by bits of their place.
+inline void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head, uint32_t page,
+                        SharedPlace barrier) {
+  if (token + 16 > map.tokens || head >= map.heads || page >= map.pages || offset_of(to) % 1024) {
+    std::fprintf(stderr, "no box of token %u of head %u of page %u\n", token, head, page);
+    std::abort();
+  }
+  begin_copy(barrier, 16 * 128 * map.chunks, [=, map = map] {
+    const uint8_t* const first = map.bytes + page * map.page_stride + head * map.head_stride;
+    for (uint32_t place = 0; place < 16 * 128 * map.chunks; place += 16) {
+      const uint32_t row = token + place / 128 % 16, chunk = place / 2048;
+      const uint8_t* const from = first + row * map.token_stride + chunk * 128 + place % 128;
+      std::memcpy(to + (place ^ (place >> 7 & 7) << 4), from, 16);
+    }
+  });
+}
 inline void prefetch_map(const CUtensorMap&) {}
 
 inline void store_at_rank(SharedPlace to, uint32_t rank, const float4& value, SharedPlace barrier) {
   begin_copy(place_at_rank(barrier, rank), sizeof value,
              [=, place = place_at_rank(to, rank)] { *reinterpret_cast<float4*>(place) = value; });
+}
+inline void send_to_rank(SharedPlace to, uint32_t rank, SharedPlace barrier, const float4& value) {
+  begin_copy(place_at_rank(barrier, rank), sizeof(value),
+             [to = place_at_rank(to, rank), rank, cluster = emulated_cluster, value] {
+               cluster->require_running(rank);
+               std::memcpy(to, &value, sizeof(value));
+             });
 }
 inline void store_shared(SharedPlace to, const uint4& value) { *reinterpret_cast<uint4*>(to) = value; }
 inline float4 load_shared_floats(SharedPlace place) { return *reinterpret_cast<const float4*>(place); }

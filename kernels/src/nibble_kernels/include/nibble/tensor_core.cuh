@@ -184,6 +184,10 @@ __device__ __forceinline__ void cluster_barrier() {
 __device__ __forceinline__ void begin_cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Of what was written before, others see barriers that were made known to them.
+__device__ __forceinline__ void begin_cluster_barrier_with_barriers() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void end_cluster_barrier() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -43,6 +43,17 @@ __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t ran
       "r"(rank)
       : "memory");
 }
+// The same for a thread that has read, not written: what it writes to global memory meanwhile is not waited for.
+__device__ __forceinline__ void arrive_at_rank_after_reads(SharedPlace barrier, uint32_t rank) {
+  asm volatile(
+      "{\n\t"
+      ".reg .u32 place;\n\t"
+      "mapa.shared::cluster.u32 place, %0, %1;\n\t"
+      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [place];\n\t"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 // Until the phase of this parity is over. Of_cluster: what threads of other blocks wrote before they arrived
 // is visible then, too; that empties the first cache.
 template <bool Of_cluster = false>
@@ -96,6 +107,15 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
+// A box of a map of five dimensions: all chunks of some tokens of a page and one of its heads.
+__device__ __forceinline__ void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head,
+                                            uint32_t page, SharedPlace barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+      "%2, %4, %5}], [%6];" ::"r"(to),
+      "l"(&map), "r"(0), "r"(token), "r"(head), "r"(page), "r"(barrier)
+      : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -110,6 +130,19 @@ __device__ __forceinline__ void store_at_rank(SharedPlace to, uint32_t rank, con
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%2, %3, %4, %5}, [there];\n\t"
       "}" ::"r"(to),
       "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+// The same, and its 16 bytes arrive at the barrier of this place there.
+__device__ __forceinline__ void send_to_rank(SharedPlace to, uint32_t rank, SharedPlace barrier,
+                                             const float4& value) {
+  asm volatile(
+      "{\n\t"
+      ".reg .u32 place, at;\n\t"
+      "mapa.shared::cluster.u32 place, %0, %2;\n\t"
+      "mapa.shared::cluster.u32 at, %1, %2;\n\t"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%3, %4, %5, %6}, [at];\n\t"
+      "}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
       : "memory");
 }
 __device__ __forceinline__ void store_shared(SharedPlace to, const uint4& value) {

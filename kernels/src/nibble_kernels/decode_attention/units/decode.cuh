@@ -1,0 +1,536 @@
+// Attention of a few query tokens a sequence over a paged cache of keys and values.
+//
+// Persistent clusters of thread blocks. One warp of a block copies the block's tiles of a unit (work.cuh), four
+// multiply, and others add: each of the cluster's multiplying warps sends what it has of a unit's result to
+// the blocks, a slice of each row to each of them, and there a warp adds a row's slices. Where a sequence has
+// several splits, their results go to global memory, and the warp that brings the last one of a slice adds
+// them. All sums are in a fixed order.
+#pragma once
+
+#include "decode_attention/units/tile.cuh"
+#include "decode_attention/units/work.cuh"
+
+namespace nibble::attention::units {
+
+template <class Form>
+class Attention {
+ public:
+  __device__ __forceinline__ Attention(const Problem& p, const CUtensorMap& map, Shared<Form>& shared)
+      : p_(p),
+        map_(map),
+        shared_(shared),
+        rank_(instruction::cluster_rank()),
+        buffers_(min(Form::kReceivedBytes / 16 / Form::received_quads(slot_rows(p)), Form::kMostBuffers)) {}
+
+  __device__ __forceinline__ void run() {
+    instruction::let_next_kernel_start();
+    if (threadIdx.x == 0) instruction::prefetch_map(map_);
+    init_barriers();
+    __syncthreads();
+    // The barriers of all blocks are ready after the second step.
+    instruction::begin_cluster_barrier_with_barriers();
+    if (warp() == Form::kWarps) {
+      Copier<Form>(p_, map_, shared_).run();
+      instruction::end_cluster_barrier();
+    } else {
+      instruction::end_cluster_barrier();
+      instruction::wait_for_previous_kernel();
+      if (warp() < Form::kWarps) {
+        multiply();
+      } else {
+        add(warp() - Form::kWarps - 1);
+      }
+    }
+  }
+
+ private:
+  static constexpr uint32_t kDim = Form::kHeadDim, kSliceQuads = Form::kSliceQuads;
+
+  static __device__ __forceinline__ uint32_t warp() { return threadIdx.x / kLanes; }
+  static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % kLanes; }
+
+  __device__ __forceinline__ void init_barriers() {
+    static_assert(Form::kStages <= Form::kThreads && Form::kUnits <= Form::kThreads);
+    const uint32_t i = threadIdx.x;
+    if (i < Form::kStages) {
+      instruction::init_barrier(instruction::shared_place(&shared_.full[i]), 1);
+      instruction::init_barrier(instruction::shared_place(&shared_.empty[i]), 1);
+    }
+    if (i < Form::kUnits) {
+      instruction::init_barrier(instruction::shared_place(&shared_.known[i]), 1);
+      instruction::init_barrier(instruction::shared_place(&shared_.forgotten[i]),
+                                Form::kWarps + Form::kAdders);
+    }
+    if (i < Form::kMostBuffers) {
+      instruction::init_barrier(instruction::shared_place(&shared_.got[i]), 1 + Form::kWarps);
+      instruction::init_barrier(instruction::shared_place(&shared_.free[i]), Form::kRanks * Form::kAdders);
+    }
+    instruction::publish_barriers();
+  }
+
+  // One arrival of the warp, after what its lanes did before.
+  static __device__ __forceinline__ void arrive(uint64_t& barrier) {
+    __syncwarp();
+    if (lane() == 0) instruction::arrive(instruction::shared_place(&barrier));
+  }
+
+  // f(unit, place of its buffer) for each of the cluster's units. Returns the next place.
+  template <class F>
+  __device__ __forceinline__ Place for_units(F&& f) {
+    Place place, buffer;
+#pragma unroll 1
+    for (;;) {
+      wait_for(shared_.known[place.number], place.parity);
+      const Unit& unit = shared_.units[place.number];
+      if (unit.splits == 0) return buffer;
+      f(unit, buffer);
+      buffer.advance(1, buffers_);
+      arrive(shared_.forgotten[place.number]);
+      place.advance(1, Form::kUnits);
+    }
+  }
+
+  // How many warps have tiles of a unit.
+  static __device__ __forceinline__ uint32_t slots_of(const Unit& unit) {
+    return min(unit.tiles, Form::kSlots);
+  }
+
+  // --- products ---
+
+  __device__ __forceinline__ void multiply() {
+    Place stage{warp(), 0};
+    Place last = for_units([&](const Unit& unit, const Place& buffer) {
+      const uint32_t slot = (warp() * Form::kRanks + rank_ - unit.first_warp) % Form::kSlots;
+      const bool has_tiles = slot < slots_of(unit);
+      Partial<Form> partial;
+      if (has_tiles) compute(unit, slot, stage, partial);
+      // Also without tiles: who misses a phase could take one for another.
+      wait_for_cluster(shared_.free[buffer.number], buffer.parity ^ 1);
+      arrive(shared_.got[buffer.number]);
+      if (has_tiles) send(unit, slot, buffer.number, partial);
+    });
+    // Until no other block arrives here any more.
+    for (uint32_t i = 0; i < buffers_; ++i) {
+      wait_for(shared_.free[last.number], last.parity ^ 1);
+      last.advance(1, buffers_);
+    }
+  }
+
+  __device__ __forceinline__ void compute(const Unit& unit, uint32_t slot, Place& stage,
+                                          Partial<Form>& partial) {
+    const uint32_t tiles = unit.tiles, begin = unit.begin;
+    Query<Form> query;
+    float factor[Form::kRowGroups][2];  // of a product: the scale, in base 2 unless scores are capped
+    load_queries(unit, query, factor);
+    const uint32_t seen_by_all = seen_first(unit, unit.queries == 0 ? 0 : unit.queries - 1);
+    const uint32_t seen_end_by_all = seen_end(unit, 0);
+    clear(partial);
+#pragma unroll 1
+    for (uint32_t tile = slot; tile < tiles; tile += Form::kSlots) {
+      const uint32_t token = begin + tile * kTile;
+      uint8_t* const memory = shared_.ring + stage.number * Form::kTileBytes;
+      const bool is_edge = token < seen_by_all || token + kTile > seen_end_by_all;
+      wait_for(shared_.full[stage.number], stage.parity);
+      if (is_edge) clear_unseen(unit, token, memory);
+      Scores<Form> scores;
+      score<Form>(scores, memory, query);
+      scale(scores, factor);
+      if (is_edge) hide(unit, token, scores);
+      weigh<Form>(scores, partial);
+      add_values<Form>(partial, scores, memory);
+      if (is_edge) instruction::publish_to_products();
+      arrive(shared_.empty[stage.number]);
+      stage.advance(Form::kWarps, Form::kStages);
+    }
+    add_totals(partial);
+  }
+
+  __device__ __forceinline__ void scale(Scores<Form>& scores,
+                                        const float (&factor)[Form::kRowGroups][2]) const {
+    constexpr float kLog2E = 1.4426950408889634f;
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) scores.of[group][j] *= factor[group][j % 2];
+    }
+    if (p_.soft_cap == 0) return;
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+        float& score = scores.of[group][j];
+        score = tanhf(score / p_.soft_cap) * (p_.soft_cap * kLog2E);
+      }
+    }
+  }
+
+  // Tokens that no query sees may be anything, also NaN: they become zero.
+  static __device__ __forceinline__ void clear_unseen(const Unit& unit, uint32_t begin, uint8_t* tile) {
+#pragma unroll 1
+    for (uint32_t i = lane(); i < Form::kTileBytes / 16; i += kLanes) {
+      const uint32_t token = begin + i / 8 % kTile;
+      if (token < unit.first || token >= unit.length)
+        *reinterpret_cast<uint4*>(tile + i * 16) = make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void hide(const Unit& unit, uint32_t begin, Scores<Form>& scores) const {
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t query = query_of(unit, group * 8 + lane() % 4 * 2 + i);
+        const uint32_t first = seen_first(unit, query), end = seen_end(unit, query);
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+          const uint32_t token = begin + lane() / 4 + j * 8;
+          if (token < first || token >= end) scores.of[group][j * 2 + i] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void clear(Partial<Form>& partial) {
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+#pragma unroll
+      for (uint32_t tile = 0; tile < Form::kDimTiles; ++tile) {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) partial.sums[group][tile][i] = 0;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) partial.maximum[group][i] = -INFINITY, partial.total[group][i] = 0;
+    }
+  }
+
+  static __device__ __forceinline__ void add_totals(Partial<Form>& partial) {
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+#pragma unroll
+        for (uint32_t mask = 4; mask < kLanes; mask *= 2)
+          partial.total[group][i] += shuffled(partial.total[group][i], mask);
+      }
+    }
+  }
+
+  // --- rows and queries ---
+
+  __device__ __forceinline__ uint32_t rows_of(const Unit& unit) const {
+    const uint32_t rows = p_.group * unit.queries, before = unit.row_tile * kRows;
+    return rows > before ? min(rows - before, kRows) : 0;
+  }
+  // Which of the sequence's queries a row is of; the last one for what is not a row.
+  __device__ __forceinline__ uint32_t query_of(const Unit& unit, uint32_t row) const {
+    return p_.most_queries == 1 ? 0 : min((unit.row_tile * kRows + row) / p_.group, unit.queries - 1);
+  }
+  __device__ __forceinline__ uint32_t seen_end(const Unit& unit, uint32_t query) const {
+    const uint32_t end = unit.length + query + 1;
+    return end > unit.queries ? min(end - unit.queries, unit.length) : 0;
+  }
+  __device__ __forceinline__ uint32_t seen_first(const Unit& unit, uint32_t query) const {
+    const uint32_t end = seen_end(unit, query);
+    return p_.window != 0 && end > p_.window ? end - p_.window : 0;
+  }
+
+  // Where a row's query, and its result without strides, lies.
+  struct RowPlace {
+    uint32_t token, head;
+  };
+  __device__ __forceinline__ RowPlace place_of(const Unit& unit, uint32_t row) const {
+    if (p_.most_queries == 1) return {unit.query_begin, unit.head * p_.group + row};
+    const uint32_t all = unit.row_tile * kRows + row, query = all / p_.group;
+    return {unit.query_begin + query, unit.head * p_.group + all - query * p_.group};
+  }
+
+  __device__ __forceinline__ void load_queries(const Unit& unit, Query<Form>& query,
+                                               float (&factor)[Form::kRowGroups][2]) const {
+    constexpr float kLog2E = 1.4426950408889634f;
+    const float scale = p_.scale * (p_.soft_cap != 0 ? 1 : kLog2E) * (p_.k_scale ? __ldg(p_.k_scale) : 1);
+    const uint32_t rows = rows_of(unit);
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+      load_query(unit, rows, group, query[group]);
+      const float own = Form::kIsFp8 ? fit_range(query[group]) : 1;
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t column = lane() % 4 * 2 + i;
+        factor[group][i] = scale * __uint_as_float(__shfl_sync(~0u, __float_as_uint(own), column * 4));
+      }
+    }
+  }
+
+  // Zeros where there is no such row.
+  __device__ __forceinline__ void load_query(const Unit& unit, uint32_t rows, uint32_t group,
+                                             uint2 (&query)[Form::kSteps]) const {
+    const uint32_t row = group * 8 + lane() / 4;
+    const bool is_there = row < rows;
+    const RowPlace place = place_of(unit, is_there ? row : 0);
+    const uint16_t* const from = static_cast<const uint16_t*>(p_.query) +
+                                 place.token * p_.query_token_stride + place.head * p_.query_head_stride;
+#pragma unroll
+    for (uint32_t step = 0; step < Form::kSteps; ++step) {
+      query[step] = uint2{0, 0};
+      if (is_there)
+        query[step] = __ldg(reinterpret_cast<const uint2*>(from + element_of<Form>(step, lane() % 4)));
+    }
+  }
+
+  // For FP8 queries become float16 after a power of two that fits each row; what this rounds off is below
+  // 2^-25 of the row's largest element. The result takes that back.
+  static __device__ __forceinline__ float fit_range(uint2 (&query)[Form::kSteps]) {
+    uint32_t largest = 0;  // bits of the largest magnitude
+#pragma unroll
+    for (uint32_t step = 0; step < Form::kSteps; ++step) {
+      const uint32_t x = query[step].x, y = query[step].y;
+      largest = max(largest, max(max(x & 0x7fff, x >> 16 & 0x7fff), max(y & 0x7fff, y >> 16 & 0x7fff)));
+    }
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+    // 2^-e for a row whose largest element is in [2^e, 2^(e + 1)).
+    const uint32_t exponent = max(min(largest >> 7, 252u), 2u);
+    const float factor = __uint_as_float((254 - exponent) << 23);
+    const auto fit = [&](uint32_t bits) {
+      return pair_of(__uint_as_float(bits << 16) * factor, __uint_as_float(bits & 0xffff0000) * factor, true);
+    };
+#pragma unroll
+    for (uint32_t step = 0; step < Form::kSteps; ++step) {
+      query[step].x = fit(query[step].x);
+      query[step].y = fit(query[step].y);
+    }
+    return __uint_as_float(exponent << 23);
+  }
+
+  // --- partial results of warps ---
+
+  // Where a block has a slice's quad of a slot, and two rows' maxima and sums of it.
+  __device__ __forceinline__ float4* received(uint32_t buffer) const {
+    return reinterpret_cast<float4*>(shared_.received) + buffer * Form::received_quads(slot_rows(p_));
+  }
+  static __device__ __forceinline__ uint32_t quad_place(uint32_t row, uint32_t slot, uint32_t quad) {
+    return (row * Form::kSlots + slot) * kSliceQuads + quad;
+  }
+  __device__ __forceinline__ uint32_t stats_place(uint32_t row_pair, uint32_t slot) const {
+    return quad_place(slot_rows(p_), 0, 0) + row_pair * Form::kSlots + slot;
+  }
+
+  // f(row of the group, number of four elements, those elements of the row) for what this lane has.
+  template <class F>
+  static __device__ __forceinline__ void for_quads(const Partial<Form>& partial, uint32_t group, F&& f) {
+    const uint32_t r = lane() / 4, c = lane() % 4;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+#pragma unroll
+      for (uint32_t load = 0; load < Form::kLoads; ++load) {
+#pragma unroll
+        for (uint32_t quad = 0; quad < Form::kPerLoad / 4; ++quad) {
+          const uint32_t tile = load * (Form::kPerLoad / 2) + quad * 2;
+          const float (&low)[4] = partial.sums[group][tile], (&high)[4] = partial.sums[group][tile + 1];
+          f(2 * c + i, (load * 8 + r) * (Form::kPerLoad / 4) + quad,
+            make_float4(low[i], low[2 + i], high[i], high[2 + i]));
+        }
+      }
+    }
+  }
+
+  // To all blocks of the cluster: a slice to each, and maxima and sums to all.
+  __device__ __forceinline__ void send(const Unit& unit, uint32_t slot, uint32_t buffer,
+                                       const Partial<Form>& partial) const {
+    const uint32_t rows = rows_of(unit);
+    float4* const to = received(buffer);
+    const instruction::SharedPlace got = instruction::shared_place(&shared_.got[buffer]);
+#pragma unroll
+    for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
+      for_quads(partial, group, [&](uint32_t row, uint32_t quad, const float4& sums) {
+        if (group * 8 + row >= rows) return;
+        const uint32_t place = quad_place(group * 8 + row, slot, quad % kSliceQuads);
+        instruction::send_to_rank(instruction::shared_place(to + place), quad / kSliceQuads, got, sums);
+      });
+      const uint32_t row_pair = group * 4 + lane() % 4, rank = lane() / 4;
+      if (row_pair * 2 < rows && rank < Form::kRanks) {
+        const float (&maximum)[2] = partial.maximum[group], (&total)[2] = partial.total[group];
+        instruction::send_to_rank(instruction::shared_place(to + stats_place(row_pair, slot)), rank, got,
+                                  make_float4(maximum[0], maximum[1], total[0], total[1]));
+      }
+    }
+  }
+
+  // --- sums of slices ---
+
+  __device__ __forceinline__ void add(uint32_t adder) {
+    for_units([&](const Unit& unit, const Place& buffer) {
+      const uint32_t rows = rows_of(unit), slots = slots_of(unit);
+      if (adder == 0 && lane() == 0) {
+        const uint32_t quads = slots * (rows * kSliceQuads + (rows + 1) / 2);
+        instruction::arrive_expecting(instruction::shared_place(&shared_.got[buffer.number]), quads * 16);
+      }
+      wait_for_cluster(shared_.got[buffer.number], buffer.parity);
+      const float4* const from = received(buffer.number);
+      for (uint32_t row = adder; row < rows; row += Form::kAdders) add_slots(unit, from, slots, row);
+      __syncwarp();
+      if (lane() < Form::kRanks)
+        instruction::arrive_at_rank_after_reads(instruction::shared_place(&shared_.free[buffer.number]), lane());
+    });
+  }
+
+  __device__ __forceinline__ void add_slots(const Unit& unit, const float4* from, uint32_t slots,
+                                            uint32_t row) const {
+    constexpr uint32_t kEach = Form::kSlots / kLanes;
+    float maxima[kEach], totals[kEach];
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const uint32_t slot = i * kLanes + lane();
+      const float4 stats = slot < slots ? from[stats_place(row / 2, slot)]
+                                        : make_float4(-INFINITY, -INFINITY, 0, 0);
+      maxima[i] = row % 2 == 0 ? stats.x : stats.y, totals[i] = row % 2 == 0 ? stats.z : stats.w;
+    }
+    const Sum sum = add_parts(maxima, totals, slots, [&](uint32_t slot, uint32_t quad) {
+      return from[quad_place(row, slot, quad)];
+    });
+    if (unit.splits == 1) {
+      write_row(place_of(unit, row), sum);
+    } else {
+      write_partial(unit, row, sum);
+    }
+  }
+
+  // Of a row's slice. Each lane has the quad of its number.
+  struct Sum {
+    float maximum, total;
+    float4 quad;
+  };
+
+  // Lanes have the maxima and totals of a row's parts, 32 after 32; load(part, quad of the slice).
+  template <uint32_t Count, class F>
+  static __device__ __forceinline__ Sum add_parts(float (&maxima)[Count], const float (&totals)[Count],
+                                                  uint32_t parts, F&& load) {
+    constexpr uint32_t kAtOnce = kLanes / kSliceQuads;
+    const uint32_t own = lane() / kSliceQuads, number = lane() % kSliceQuads;
+    Sum sum{maxima[0], 0, make_float4(0, 0, 0, 0)};
+#pragma unroll
+    for (uint32_t i = 1; i < Count; ++i) sum.maximum = fmaxf(sum.maximum, maxima[i]);
+    sum.maximum = maximum_of_warp(sum.maximum);
+    const float base = sum.maximum == -INFINITY ? 0 : sum.maximum;
+#pragma unroll
+    for (uint32_t i = 0; i < Count; ++i) maxima[i] = instruction::power_of_two(maxima[i] - base);
+    float4& quad = sum.quad;
+#pragma unroll
+    for (uint32_t i = 0; i < Count; ++i) {
+      if (i * kLanes >= parts) break;
+#pragma unroll
+      for (uint32_t in = 0; in < kLanes; in += kAtOnce) {
+        const float weight = __shfl_sync(~0u, maxima[i], in + own);
+        sum.total = fmaf(__shfl_sync(~0u, totals[i], in + own), weight, sum.total);
+        const uint32_t part = i * kLanes + in + own;
+        const float4 some = part < parts ? load(part, number) : make_float4(0, 0, 0, 0);
+        quad.x = fmaf(some.x, weight, quad.x), quad.y = fmaf(some.y, weight, quad.y);
+        quad.z = fmaf(some.z, weight, quad.z), quad.w = fmaf(some.w, weight, quad.w);
+      }
+    }
+#pragma unroll
+    for (uint32_t mask = kSliceQuads; mask < kLanes; mask *= 2) {
+      sum.total += shuffled(sum.total, mask);
+      quad.x += shuffled(quad.x, mask), quad.y += shuffled(quad.y, mask);
+      quad.z += shuffled(quad.z, mask), quad.w += shuffled(quad.w, mask);
+    }
+    return sum;
+  }
+
+  // In one instruction for the warp, by whole numbers in the order of the floats.
+  static __device__ __forceinline__ float maximum_of_warp(float x) {
+    constexpr uint32_t kSign = 1u << 31;
+    const uint32_t bits = __float_as_uint(x);
+    const uint32_t most = __reduce_max_sync(~0u, bits & kSign ? ~bits : bits | kSign);
+    return __uint_as_float(most & kSign ? most ^ kSign : ~most);
+  }
+
+  __device__ __forceinline__ void write_row(const RowPlace& place, const Sum& sum) const {
+    const float factor = finish_row(place, sum.maximum, sum.total);
+    if (lane() >= kSliceQuads) return;
+    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(place) * kDim);
+    out[rank_ * kSliceQuads + lane()] =
+        uint2{pair_of(sum.quad.x * factor, sum.quad.y * factor, false),
+              pair_of(sum.quad.z * factor, sum.quad.w * factor, false)};
+  }
+
+  __device__ __forceinline__ size_t row_of(const RowPlace& place) const {
+    return size_t{place.token} * (p_.kv_heads * p_.group) + place.head;
+  }
+
+  // What a row's sum of values is multiplied by. A lane of the first block also writes the log-sum-exp.
+  __device__ __forceinline__ float finish_row(const RowPlace& place, float maximum, float total) const {
+    constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+    float factor = p_.v_scale ? __ldg(p_.v_scale) : 1;
+    if (p_.sinks != nullptr) {
+      const float sink = __ldg(p_.sinks + place.head) * kLog2E, top = fmaxf(maximum, sink);
+      const float of_keys = instruction::power_of_two(maximum - top);
+      total = fmaf(total, of_keys, instruction::power_of_two(sink - top));
+      factor *= of_keys;
+      maximum = top;
+    }
+    if (lane() == 0 && rank_ == 0 && p_.lse != nullptr)
+      p_.lse[row_of(place)] = total > 0 ? (maximum + log2f(total)) * kLn2 : -INFINITY;
+    return total == 0 ? 0 : factor / total;
+  }
+
+  // --- partial results of splits, in global memory ---
+
+  __device__ __forceinline__ float* split_place(const Unit& unit, uint32_t split) const {
+    const size_t number = unit.slot + size_t{split} * unit.next_slot;
+    return p_.partials + number * partial_floats(p_, kDim);
+  }
+  // In quads, from a split's place; maxima and sums of rows lie behind all rows.
+  __device__ __forceinline__ uint32_t slice_place(uint32_t row) const {
+    return row * Form::kQuads + rank_ * kSliceQuads;
+  }
+
+  // This block's slice of a row of this split. Each block of the cluster also writes the row's maximum and sum,
+  // the same ones.
+  __device__ __forceinline__ void write_partial(const Unit& unit, uint32_t row, const Sum& sum) const {
+    const uint32_t rows = slot_rows(p_);
+    float* const own = split_place(unit, unit.split);
+    if (lane() < kSliceQuads) reinterpret_cast<float4*>(own)[slice_place(row) + lane()] = sum.quad;
+    if (lane() == 0) own[rows * kDim + row] = sum.maximum, own[rows * kDim + rows + row] = sum.total;
+    __threadfence();
+    __syncwarp();
+    uint32_t is_last = 0;
+    if (lane() == 0) {
+      const uint32_t pair = (unit.sequence * p_.kv_heads + unit.head) * row_tiles_of(p_) + unit.row_tile;
+      uint32_t* const counter = p_.counters + (pair * kRows + row) * kRanks + rank_;
+      is_last = atomicAdd(counter, 1) + 1 == unit.splits;
+      if (is_last) *counter = 0;
+    }
+    if (__shfl_sync(~0u, is_last, 0) == 0) return;
+    __threadfence();
+    add_splits(unit, row);
+  }
+
+  __device__ __forceinline__ void add_splits(const Unit& unit, uint32_t row) const {
+    const uint32_t splits = unit.splits, rows = slot_rows(p_);
+    const size_t stride = size_t{unit.next_slot} * partial_floats(p_, kDim);
+    const float* const first = split_place(unit, 0);
+    constexpr uint32_t kEach = kMostSplits / kLanes;
+    float maxima[kEach], totals[kEach];
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const uint32_t split = i * kLanes + lane();
+      const float* const stats = first + split * stride + rows * kDim + row;
+      maxima[i] = split < splits ? __ldcg(stats) : -INFINITY;
+      totals[i] = split < splits ? __ldcg(stats + rows) : 0;
+    }
+    const float4* const slices = reinterpret_cast<const float4*>(first) + slice_place(row);
+    const Sum sum = add_parts(maxima, totals, splits, [&](uint32_t split, uint32_t quad) {
+      return __ldcg(slices + split * (stride / 4) + quad);
+    });
+    write_row(place_of(unit, row), sum);
+  }
+
+  const Problem& p_;
+  const CUtensorMap& map_;
+  Shared<Form>& shared_;
+  const uint32_t rank_, buffers_;
+};
+
+}  // namespace nibble::attention::units

@@ -1,0 +1,206 @@
+// The units of a batch, in order, and their tiles on their way to shared memory.
+//
+// A unit is a split of a sequence for a KV head and a tile of rows. Heads come first, then splits, then
+// sequences: clusters that run at a time read the same pages. Cluster i has the units i, i + clusters, ... The
+// tiles of all of its units go around the warps of its blocks: first to all blocks, then to their next warps.
+#pragma once
+
+#include "decode_attention/units/division.h"
+#include "nibble/warpgroup_instructions.cuh"
+
+namespace nibble::attention::units {
+
+struct Unit {
+  uint32_t splits;                // of the sequence; 0: there are no more units
+  uint32_t split, begin, tiles;   // `begin`: the first token of its tiles
+  uint32_t first, length;         // tokens that queries see
+  uint32_t query_begin, queries;  // of the sequence
+  uint32_t sequence, head, row_tile;
+  uint32_t slot, next_slot;  // in global memory, of the first split; how far the next split's is
+  uint32_t first_warp;       // of the cluster: it has the first tile
+};
+
+template <class Form>
+struct Shared {
+  alignas(1024) uint8_t ring[Form::kStages * Form::kTileBytes];
+  alignas(16) uint8_t received[Form::kReceivedBytes];  // buffers, as many as there is room for
+  Unit units[Form::kUnits];
+  uint64_t full[Form::kStages], empty[Form::kStages];     // stages of the ring
+  uint64_t known[Form::kUnits], forgotten[Form::kUnits];  // places of units
+  uint64_t got[Form::kMostBuffers];                       // a unit's partial results are all there
+  uint64_t free[Form::kMostBuffers];                      // in all blocks of the cluster
+};
+
+// Goes around places with barriers in shared memory.
+struct Place {
+  uint32_t number = 0, parity = 0;
+  __device__ __forceinline__ void advance(uint32_t by, uint32_t places) {  // by: at most `places`
+    number += by;
+    if (number >= places) number -= places, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ void wait_for(uint64_t& barrier, uint32_t parity) {
+  instruction::wait_for_phase(instruction::shared_place(&barrier), parity);
+}
+__device__ __forceinline__ void wait_for_cluster(uint64_t& barrier, uint32_t parity) {
+  instruction::wait_for_phase<true>(instruction::shared_place(&barrier), parity);
+}
+
+// Finds units in rising order. Each lane has one of 32 sequences.
+class Finder {
+ public:
+  __device__ __forceinline__ explicit Finder(const Problem& p)
+      : p_(p), pairs_(p.kv_heads * row_tiles_of(p)) {
+    load();
+  }
+
+  // Calls of all lanes together.
+  __device__ __forceinline__ Unit find(uint32_t number) {
+    for (;;) {
+      const uint32_t owners = __ballot_sync(~0u, end_ > number);
+      if (owners != 0) return unit_of(number, __ffs(static_cast<int>(owners)) - 1);
+      before_ = __shfl_sync(~0u, end_, kLanes - 1);
+      sequence_ += kLanes;
+      if (sequence_ >= p_.sequences) return Unit{};
+      load();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load() {
+    const uint32_t lane = threadIdx.x % kLanes, own = sequence_ + lane;
+    uint32_t units = 0;
+    query_begin_ = queries_ = 0;
+    span_ = Span{};
+    if (own < p_.sequences) {
+      query_begin_ = static_cast<uint32_t>(__ldg(p_.query_begins + own));
+      const uint32_t query_end = static_cast<uint32_t>(__ldg(p_.query_begins + own + 1));
+      const uint32_t length = static_cast<uint32_t>(max(__ldg(p_.lengths + own), 0));
+      queries_ = query_end - query_begin_;
+      span_ = undivided_span(p_, length, queries_);
+      span_.splits = queries_ == 0 ? 0 : splits_of(p_, span_.tiles);
+      units = span_.splits * pairs_;
+    }
+    end_ = units;
+    for (uint32_t step = 1; step < kLanes; step *= 2) {
+      const uint32_t other = __shfl_sync(~0u, end_, lane >= step ? lane - step : lane);
+      if (lane >= step) end_ += other;
+    }
+    end_ += before_;
+    begin_ = end_ - units;
+  }
+
+  __device__ __forceinline__ Unit unit_of(uint32_t number, uint32_t owner) const {
+    Unit unit;
+    unit.splits = __shfl_sync(~0u, span_.splits, owner);
+    const uint32_t before = __shfl_sync(~0u, begin_, owner), all = __shfl_sync(~0u, span_.tiles, owner);
+    unit.first = __shfl_sync(~0u, span_.first, owner);
+    unit.length = __shfl_sync(~0u, span_.end, owner);
+    unit.query_begin = __shfl_sync(~0u, query_begin_, owner);
+    unit.queries = __shfl_sync(~0u, queries_, owner);
+    const uint32_t in_sequence = number - before, row_tiles = row_tiles_of(p_);
+    unit.split = in_sequence / pairs_;
+    const uint32_t pair = in_sequence - unit.split * pairs_;
+    unit.head = pair / row_tiles;
+    unit.row_tile = pair - unit.head * row_tiles;
+    unit.sequence = sequence_ + owner;
+    unit.slot = before + pair;
+    unit.next_slot = pairs_;
+    const uint32_t from = first_tile(all, unit.splits, unit.split);
+    unit.begin = unit.first / kTile * kTile + from * kTile;
+    unit.tiles = first_tile(all, unit.splits, unit.split + 1) - from;
+    // A sequence with fewer queries than others has no rows in the last tiles of them.
+    if (unit.row_tile * kRows >= p_.group * unit.queries) unit.tiles = 0;
+    unit.first_warp = 0;
+    return unit;
+  }
+
+  const Problem& p_;
+  const uint32_t pairs_;
+  uint32_t sequence_ = 0, before_ = 0;  // of lane 0; units of the sequences before that
+  uint32_t begin_, end_, query_begin_, queries_;
+  Span span_;
+};
+
+// The warp that copies: its cluster's units, and those of their tiles that its block has.
+template <class Form>
+class Copier {
+ public:
+  __device__ __forceinline__ Copier(const Problem& p, const CUtensorMap& map, Shared<Form>& shared)
+      : p_(p), map_(map), shared_(shared), rank_(instruction::cluster_rank()) {}
+
+  __device__ __forceinline__ void run() {
+    if (!p_.is_early) wait_for_previous();
+    Finder finder(p_);
+    const uint32_t clusters = gridDim.x / Form::kRanks;
+    uint32_t first_warp = 0;
+    for (uint32_t number = blockIdx.x / Form::kRanks;; number += clusters) {
+      Unit unit = finder.find(number);
+      unit.first_warp = first_warp;
+      const uint32_t first = (rank_ - first_warp) % Form::kRanks;  // of the tiles
+      look_up_pages(unit, first);
+      announce(unit);
+      if (unit.splits == 0) return;
+      for (uint32_t tile = first, i = 0; tile < unit.tiles; tile += Form::kRanks, ++i) {
+        if (i % kLanes == 0 && i != 0) look_up_pages(unit, tile);
+        copy(unit, tile, i % kLanes);
+      }
+      first_warp = (first_warp + unit.tiles) % Form::kSlots;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % kLanes == 0; }
+
+  __device__ __forceinline__ void wait_for_previous() {
+    if (!waited_) instruction::wait_for_previous_kernel();
+    waited_ = true;
+  }
+
+  __device__ __forceinline__ void announce(const Unit& unit) {
+    if (is_first_lane()) {
+      wait_for(shared_.forgotten[place_.number], place_.parity ^ 1);
+      shared_.units[place_.number] = unit;
+      instruction::arrive(instruction::shared_place(&shared_.known[place_.number]));
+    }
+    __syncwarp();
+    place_.advance(1, Form::kUnits);
+  }
+
+  // Each lane has the page of one of this block's next 32 tiles.
+  __device__ __forceinline__ void look_up_pages(const Unit& unit, uint32_t tile) {
+    const uint32_t own = tile + threadIdx.x % kLanes * Form::kRanks;
+    if (own >= unit.tiles) return;
+    const uint32_t token = unit.begin + own * kTile, index = token / p_.tokens_per_page;
+    page_ = __ldg(p_.pages + static_cast<int64_t>(unit.sequence) * p_.pages_stride + index);
+    in_page_ = token - index * p_.tokens_per_page;
+  }
+
+  __device__ __forceinline__ void copy(const Unit& unit, uint32_t tile, uint32_t owner) {
+    const uint32_t page = static_cast<uint32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), owner)),
+                   in_page = __shfl_sync(~0u, in_page_, owner), stage = stage_.number;
+    if (unit.begin + (tile + 1) * kTile + unit.queries > unit.length) wait_for_previous();
+    // One lane alone: after its copy the next phase may be over before another lane looks.
+    if (is_first_lane()) {
+      wait_for(shared_.empty[stage], stage_.parity ^ 1);
+      const instruction::SharedPlace full = instruction::shared_place(&shared_.full[stage]);
+      instruction::arrive_expecting(full, Form::kTileBytes);
+      instruction::copy_tokens(instruction::shared_place(shared_.ring + stage * Form::kTileBytes), map_,
+                               in_page, unit.head, page, full);
+    }
+    __syncwarp();
+    stage_.advance(1, Form::kStages);
+  }
+
+  const Problem& p_;
+  const CUtensorMap& map_;
+  Shared<Form>& shared_;
+  const uint32_t rank_;
+  Place stage_, place_;
+  int32_t page_ = 0;
+  uint32_t in_page_ = 0;
+  bool waited_ = false;
+};
+
+}  // namespace nibble::attention::units
