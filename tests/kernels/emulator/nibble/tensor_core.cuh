@@ -386,9 +386,7 @@ inline void begin_cluster_barrier() {
   emulated_lane(threadIdx.x % 32).cluster_phase = emulated_cluster->all.arrive();
 }
 inline void begin_cluster_barrier_with_barriers() { begin_cluster_barrier(); }
-inline void end_cluster_barrier() {
-  emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase);
-}
+inline void end_cluster_barrier() { emulated_cluster->all.wait(emulated_lane(threadIdx.x % 32).cluster_phase); }
 template <class T>
 T* of_rank(T* own, uint32_t rank) {
   emulated_cluster->require_running(rank);
