@@ -12,8 +12,12 @@ MOST_GROUP = 16  # query heads of a KV head
 MOST_QUERIES = 8  # tokens of a request in one step
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 # Requests of a step up to which the choice `few` takes the kernel. Clusters of blocks compute them
-# (MOST_CLUSTERED of nibble_kernels.decode_attention), faster than FlashAttention 3.
-FEW = 4
+# (up to MOST_CLUSTERED of nibble_kernels.decode_attention). From two requests of 8k tokens on
+# FlashAttention 3 is faster (docs/kernels/decode_attention.md).
+FEW = 1
+# Tokens of a request up to which clusters are faster than FlashAttention 3, or 12 % slower, with a
+# cache in BF16. With FP8 they are as fast with more.
+FEW_BF16_TOKENS = 8192
 # Query heads of a KV head, and the head dim, up to which clusters compute them.
 FEW_GROUP, FEW_HEAD_DIM = 8, 128
 # Of partial results. A larger batch takes several launches.

@@ -44,7 +44,7 @@ def test_auto_takes_nibbles_for_few_requests_on_hopper(model: Path) -> None:
     for words in ((), ("--attention-kernel", "auto"), ("--kv-cache-dtype", "fp8")):
         plan = planned(model, *words)
         choice = plan.choices["attention"]
-        assert choice.value == "few" and f"up to {FEW} requests" in choice.reason
+        assert choice.value == "few" and f"up to {FEW} request" in choice.reason
         assert options_of(plan)["attention_kernel"] == "few"
         assert not check_for_deviations(plan, "CUTE_PAGED")
     assert "attention_kernel" not in options_of(planned(model, target="b200"))
@@ -86,6 +86,14 @@ def test_auto_leaves_other_head_dims_and_named_backends_to_vllm(
     assert "not 16" in planned(half).choices["attention"].reason
     named = planned(model, "--attention-backend", "FLASHINFER")
     assert named.choices["attention"].value == "FLASHINFER"
+
+
+def test_auto_takes_nibbles_for_long_contexts_with_an_fp8_cache_alone(tmp_path: Path) -> None:
+    long = write_checkpoint(tmp_path / "long", config=HEADS | {"max_position_embeddings": 40960})
+    choice = planned(long).choices["attention"]
+    assert choice.value == "vllm" and "BF16 and more than 8192 tokens" in choice.reason
+    for words in (("--max-model-len", "8192"), ("--kv-cache-dtype", "fp8")):
+        assert planned(long, *words).choices["attention"].value == "few"
 
 
 def test_auto_is_vllms_where_no_target_has_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +191,6 @@ def test_which_layers_and_batches_the_kernel_takes() -> None:
     assert is_decode_batch(1, 1, True) and is_decode_batch(3, 4, True)
     assert not is_decode_batch(2, 1, True) and not is_decode_batch(1, 1, False)
     assert not is_decode_batch(1, 0, True) and not is_decode_batch(1, 1, object())
-    assert [most_requests("few", 64), most_requests("few", 2), most_requests("nibble", 64)] == [
-        4,
-        2,
-        64,
-    ]
+    assert [most_requests(value, 64) for value in ("few", "nibble")] == [FEW, 64]
     assert sequences_at_a_time(1 << 20, 256) == 160
     assert sequences_at_a_time(1 << 20, 8) == 8 and sequences_at_a_time(1 << 40, 8) == 1

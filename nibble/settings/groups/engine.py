@@ -162,7 +162,7 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "Attention of decode steps on a GPU: `vllm` (vLLM's choice), `nibble` (nibble's kernel, and"
-        " FlashAttention for prompts), `few` (nibble's for steps of up to 4 requests) or `auto`:"
+        " FlashAttention for prompts), `few` (nibble's for steps of one request) or `auto`:"
         " `few` on hopper where it can (docs/kernels/decode_attention.md).",
         "NIBBLE_ATTENTION",
         flag="--attention-kernel",
