@@ -8,6 +8,7 @@ with different weights. A copy of the queries, by torch, stands for attention. W
 apart    RMSNorm with the residual sum as torch.compile makes it, products without
 chained  nibble::rms_norm, which lets its successor begin early, and residual sums in the products
 products the products alone
+persistent all between two attentions in one launch (nvfp4_layer), up to 8 rows that fit
 
 The median of ROUNDS rounds counts. On a CPU the operators' specification runs, as a check.
 """
@@ -15,14 +16,16 @@ The median of ROUNDS rounds counts. On a CPU the operators' specification runs, 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from machine import machine
+from nibble_kernels.nvfp4_layer import Product, fits, new_meetings, nvfp4_layer_products
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
 from nibble_kernels.rms_norm import rms_norm
@@ -45,6 +48,14 @@ class Layer(NamedTuple):
     down: PreparedWeight
     first_norm: Tensor
     second_norm: Tensor
+    meetings: Tensor
+
+    def parts(self) -> tuple[Product, Tensor, Product, Product, float, Tensor]:
+        """What nvfp4_layer_products takes between two attentions."""
+        output, gate_up, down = (
+            Product(weight, GLOBAL_SCALE) for weight in (self.output, self.gate_up, self.down)
+        )
+        return output, self.second_norm, gate_up, down, EPSILON, self.meetings
 
 
 def main() -> None:
@@ -76,7 +87,7 @@ def layer() -> Layer:
         scales = torch.rand(outputs, columns // 16, device=DEVICE).add_(0.5).to(torch.float8_e4m3fn)
         weights.append(prepare_weight(codes, scales, native=False))
     norms = [torch.rand(HIDDEN, device=DEVICE, dtype=torch.bfloat16) + 0.5 for _ in range(2)]
-    return Layer(*weights, *norms)
+    return Layer(*weights, *norms, meetings=new_meetings(DEVICE))
 
 
 @torch.compile
@@ -111,6 +122,15 @@ def chained(layers: list[Layer], x: Tensor) -> Tensor:
     return x
 
 
+def persistent(layers: list[Layer], x: Tensor, division: Sequence[int] = ()) -> Tensor:
+    qkv: Tensor | None = product(rms_norm(x, layers[0].first_norm, EPSILON), layers[0].qkv)
+    for one, following in zip(layers, [*layers[1:], None], strict=True):
+        after = (following.first_norm, Product(following.qkv, GLOBAL_SCALE)) if following else ()
+        assert qkv is not None
+        x, qkv = nvfp4_layer_products(attention(qkv), x, *one.parts(), *after, division=division)
+    return x
+
+
 def products(layers: list[Layer], x: Tensor) -> Tensor:
     for one in layers:
         x = product(attention(product(x, one.qkv)), one.output)
@@ -127,6 +147,17 @@ WAYS: dict[str, Callable[[list[Layer], Tensor], Tensor]] = {
     "chained": chained,
     "products": products,
 }
+# Whether bulk copies fetch the weights, and tiles that a warp has under way.
+DIVISIONS = ((1, 8), (1, 5), (1, 3), (0, 8), (0, 5), (0, 3))
+
+
+def ways(rows: int) -> dict[str, Callable[[list[Layer], Tensor], Tensor]]:
+    found = dict(WAYS)
+    if fits(rows, HIDDEN, (HIDDEN, QUERIES, INTERMEDIATE), torch.device(DEVICE)):
+        for division in DIVISIONS:
+            name = f"persistent {division[0]} {division[1]}"
+            found[name] = functools.partial(persistent, division=division)
+    return found
 
 
 def measure(layers: list[Layer], rows: int) -> dict[str, Any]:
@@ -135,8 +166,14 @@ def measure(layers: list[Layer], rows: int) -> dict[str, Any]:
     expected, chain = apart(layers, x).float(), chained(layers, x).float()
     distance = float((chain - expected).norm() / expected.norm())
     found: dict[str, Any] = {"rows": rows, "distance": round(distance, 5)}
+    for name, way in ways(rows).items():
+        if name.startswith("persistent"):
+            distance = float((way(layers, x).float() - chain).norm() / expected.norm())
+            found["distance of " + name] = round(distance, 5)
     if DEVICE == "cuda":
-        found["us_a_layer"] = times({name: graph_of(way, layers, x) for name, way in WAYS.items()})
+        found["us_a_layer"] = times(
+            {name: graph_of(way, layers, x) for name, way in ways(rows).items()}
+        )
     print(found, flush=True)
     return found
 

@@ -223,7 +223,8 @@ struct Multiplier {
 
   // This warp's steps of a round. A part of a group has the slot of its number: each warp and each group
   // begins one.
-  __device__ __forceinline__ void multiply(const Round& round, Ring<Form>& ring) const {
+  template <class Tiles>
+  __device__ __forceinline__ void multiply(const Round& round, Tiles& ring) const {
     // Of tokens past the last, where x has no row for them, the last is multiplied; nobody looks at their
     // sums.
     const uint32_t token = min(lane / 4, Form::x_rows(p.tokens) - 1);

@@ -25,8 +25,8 @@ struct Tiles;
 template <>
 struct Tiles<Nvfp4> {
   using SharedPlace = instruction::SharedPlace;
-  const uint4* const codes;
-  const uint32_t* const scales;
+  const uint4* codes;
+  const uint32_t* scales;
 
   __device__ __forceinline__ explicit Tiles(const Problem& p)
       : codes(p.codes + threadIdx.x % kLanes), scales(p.scales + threadIdx.x % kLanes) {}

@@ -132,6 +132,10 @@ inline bool has_reached(const uint32_t* counter, uint32_t count) { return *count
 inline void wait_until_reached(const uint32_t* counter, uint32_t count) {
   EmulatedLanes::wait_until([&] { return *counter >= count; });
 }
+inline void add_release(uint32_t* counter, uint32_t value) { *counter += value; }
+inline void wait_for_bits(const uint32_t* counter, uint32_t bits, uint32_t value) {
+  EmulatedLanes::wait_until([&] { return (*counter & bits) == value; });
+}
 inline void publish_to_copies() {}
 inline void store_shared_word(SharedPlace to, uint32_t value) { std::memcpy(to, &value, 4); }
 

@@ -134,6 +134,14 @@ __device__ __forceinline__ void wait_until_reached(const uint32_t* counter, uint
   while (!has_reached(counter, count)) {
   }
 }
+__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+// Until these bits of a counter have this value.
+__device__ __forceinline__ void wait_for_bits(const uint32_t* counter, uint32_t bits, uint32_t value) {
+  while ((load_acquire(counter) & bits) != value) {
+  }
+}
 // Between stores to global memory and bulk copies from there.
 __device__ __forceinline__ void publish_to_copies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
