@@ -147,8 +147,8 @@ WAYS: dict[str, Callable[[list[Layer], Tensor], Tensor]] = {
     "chained": chained,
     "products": products,
 }
-# Whether bulk copies fetch the weights, and tiles that a warp has under way.
-DIVISIONS = ((1, 8), (1, 5), (1, 3), (0, 8), (0, 5), (0, 3))
+# Whether bulk copies fetch the weights, and pairs of tiles that a warp has under way.
+DIVISIONS = ((1, 5), (1, 4), (1, 3), (1, 2), (0, 5), (0, 4), (0, 2))
 
 
 def ways(rows: int) -> dict[str, Callable[[list[Layer], Tensor], Tensor]]:

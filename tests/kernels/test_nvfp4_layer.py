@@ -19,7 +19,7 @@ SHAPES = [
     (1, 96, 144, 272, 80),
     (3, 512, 1040, 2064, 0),
     (4, 1024, 2048, 5632, 3072),
-    (8, 256, 2560, 9728, 24),
+    (7, 256, 2560, 9728, 24),
     (2, 4096, 4096, 12288, 6144),
     (1, 5120, 5120, 25600, 7168),
     (2, 1024, 1024, 23040, 512),
@@ -139,7 +139,7 @@ def test_a_layer_is_its_parts(kernels: Any, device: str, shape: tuple[int, ...])
     inputs = layer.inputs(rows)
     expected = layer.apart(*inputs)
     assert_close(given(layer(*inputs)), expected)
-    for division in ([0, 8], [0, 3], [1, 5], [1, 3]):
+    for division in ([0, 5], [0, 2], [1, 4], [1, 3], [1, 2]):
         assert_close(given(layer(*inputs, division=division)), expected)
 
 

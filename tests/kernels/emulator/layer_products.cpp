@@ -34,7 +34,7 @@ struct HostProduct {
 };
 
 extern "C" uint32_t shared_bytes_on_the_host(uint32_t chunks, uint32_t rows) {
-  return Form<3, true>::shared_bytes(chunks, rows);
+  return Form<2, true>::shared_bytes(chunks, rows);
 }
 
 extern "C" void compute_layer_on_the_host(bool bfloat, bool bulk, bool late, const HostProduct* products,
@@ -66,6 +66,6 @@ extern "C" void compute_layer_on_the_host(bool bfloat, bool bulk, bool late, con
     layer.norms[i] = static_cast<const uint4*>(given.norm);
   }
   emulated_is_late = late;
-  if (bulk) return run_form<Form<3, true>>(layer, blocks, bfloat);
-  run_form<Form<3, false>>(layer, blocks, bfloat);
+  if (bulk) return run_form<Form<2, true>>(layer, blocks, bfloat);
+  run_form<Form<2, false>>(layer, blocks, bfloat);
 }

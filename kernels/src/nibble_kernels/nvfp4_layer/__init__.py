@@ -23,7 +23,7 @@ __all__ = ["MAX_ROWS", "Product", "fits", "new_meetings", "nvfp4_layer_products"
 # As in products.cuh and kernel.cu.
 MAX_ROWS, MAX_HIDDEN, CHUNK = 8, 8192, 128
 SHARED_BYTES = 227 * 1024  # of a thread block on SM90
-FIXED_BYTES = 72224  # the shallowest ring and the sums
+FIXED_BYTES = 90528  # the shallowest ring and the sums
 BYTES_OF_A_CHUNK = 2 * CHUNK  # of a row of x
 
 
@@ -142,8 +142,8 @@ def nvfp4_layer_products(
 
     Returns (sum, next); next is None without the next layer's norm and product. All are rounded
     where nvfp4_decode_linear and rms_norm round. A row's result does not depend on the other rows.
-    On a GPU ask `fits` first. division: (whether bulk copies fetch the weights, tiles a warp has
-    under way), for tests and measurements.
+    On a GPU ask `fits` first. division: (whether bulk copies fetch the weights, pairs of tiles that
+    a warp has under way), for tests and measurements.
     """
     products = [output, gate_up, down]
     if next_norm is not None:

@@ -39,12 +39,13 @@ bool launch_form(const Run& run) {
   return true;
 }
 
-// The deepest ring that fits; it does not change results.
+// With the most slots that fit, and at most so many; their number does not change results.
 template <class T, class Operand, bool Bulk>
-void launch_deepest(const Run& run, int64_t depth) {
-  const bool launched = (depth >= 8 && launch_form<T, Operand, Form<8, Bulk>>(run)) ||
-                        (depth >= 5 && launch_form<T, Operand, Form<5, Bulk>>(run)) ||
-                        launch_form<T, Operand, Form<3, Bulk>>(run);
+void launch_deepest(const Run& run, int64_t slots) {
+  const bool launched = (slots >= 5 && launch_form<T, Operand, Form<5, Bulk>>(run)) ||
+                        (slots >= 4 && launch_form<T, Operand, Form<4, Bulk>>(run)) ||
+                        (slots >= 3 && launch_form<T, Operand, Form<3, Bulk>>(run)) ||
+                        launch_form<T, Operand, Form<2, Bulk>>(run);
   require(launched, "rows are too many or too wide for one launch");
 }
 
@@ -112,14 +113,14 @@ std::tuple<Tensor, Tensor> nvfp4_layer_products(
 
   const Run run{layer, device, current_stream(attended)};
   const bool bulk = division.empty() || division[0] != 0;
-  const int64_t depth = division.empty() ? 8 : division[1];
+  const int64_t slots = division.empty() ? 5 : division[1];
   for_bool(bulk, [&](auto is_bulk) {
     if (attended.scalar_type() == ScalarType::BFloat16) {
       require(!native, "the weight was prepared for float16 activations");
-      launch_deepest<__nv_bfloat16, BfloatOperand, decltype(is_bulk)::value>(run, depth);
+      launch_deepest<__nv_bfloat16, BfloatOperand, decltype(is_bulk)::value>(run, slots);
     } else {
       require(native && attended.scalar_type() == ScalarType::Half, "the weight was prepared for bfloat16 activations");
-      launch_deepest<__half, HalfOperand, decltype(is_bulk)::value>(run, depth);
+      launch_deepest<__half, HalfOperand, decltype(is_bulk)::value>(run, slots);
     }
   });
   return {second_sum, out};

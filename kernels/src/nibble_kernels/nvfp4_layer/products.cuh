@@ -33,12 +33,17 @@ struct Layer {
   uint32_t count;
 };
 
-// Bulk: whole tiles are copied by one lane, past the first cache's queues.
-template <uint32_t Depth, bool Bulk>
-struct Form : decode::Form<false, 1, 16, Depth, 16> {
-  using Base = decode::Form<false, 1, 16, Depth, 16>;
+// Tiles that a warp waits for, and fetches, at once.
+constexpr uint32_t kTogether = 2;
+
+// Slots: pairs of tiles that a warp has under way. Bulk: they are copied by one lane, past the first cache's
+// queues.
+template <uint32_t Slots, bool Bulk>
+struct Form : decode::Form<false, 1, 16, Slots * kTogether, 16> {
+  using Base = decode::Form<false, 1, 16, Slots * kTogether, 16>;
   static constexpr bool kBulk = Bulk;
-  static constexpr uint32_t kBarrierBytes = Base::kWarps * Depth * 8;
+  static constexpr uint32_t kRingSlots = Slots;
+  static constexpr uint32_t kBarrierBytes = Base::kWarps * Slots * 8;
   static_assert(kMostTokens * Base::kWarps * sizeof(float) <= Base::kSlotBytes);
 
   static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens) {
@@ -50,85 +55,120 @@ __device__ __forceinline__ Share share_of_block(const Problem& p) {
   return decode::share_of(p.groups, blockIdx.x, gridDim.x, p.groups_per_cluster);
 }
 
-// A warp's tiles of all products on their way to shared memory.
+// A warp's tiles of all products on their way to shared memory. They come in runs, which lie one after the
+// other in memory: one for each round of a product.
 template <class Form>
 class Stream {
  public:
   __device__ __forceinline__ Stream(const Layer& layer, uint8_t* shared)
-      : layer_(layer), tiles_(layer.products[0]) {
-    const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-    begin_ = instruction::shared_place(shared + Form::kBarrierBytes + warp * (Form::kDepth * kTileBytes) +
-                                       lane * 16);
+      : layer_(layer),
+        place_(instruction::shared_place(shared + Form::kBarrierBytes + warp_ * (Form::kRingSlots * kSlotBytes))),
+        barrier_(instruction::shared_place(shared + warp_ * (Form::kRingSlots * 8))) {
     if constexpr (Form::kBulk) {
-      barrier_ = first_barrier_ = instruction::shared_place(shared + warp * (Form::kDepth * 8));
-      if (lane == 0) {
-        for (uint32_t i = 0; i < Form::kDepth; ++i) instruction::init_barrier(first_barrier_ + i * 8, 1);
+      if (threadIdx.x % kLanes == 0) {
+        for (uint32_t i = 0; i < Form::kRingSlots; ++i) instruction::init_barrier(barrier_ + i * 8, 1);
         instruction::publish_barriers();
       }
       __syncwarp();
     }
     start_run();
-    place_ = begin_;
 #pragma unroll 1
-    for (uint32_t i = 0; i < Form::kDepth; ++i) {
-      fetch();
-      advance();
-    }
+    for (uint32_t i = 0; i < Form::kRingSlots; ++i) replace();
     phase_ = 0;
   }
 
-  // The oldest tile; `replace` must follow.
-  __device__ __forceinline__ decode::Fragment take() const {
-    if constexpr (Form::kBulk) {
-      instruction::wait_for_phase(barrier_, phase_);
-    } else {
-      instruction::wait_for_copies<Form::kDepth - 1>();
+  // Calls f with the next `count` tiles of a run.
+  template <class F>
+  __device__ __forceinline__ void for_tiles(uint32_t count, F&& f) {
+    while (count != 0) {
+      if (!is_second_) {
+        wait();
+        f(load(0));
+        if (--count == 0) {
+          is_second_ = true;
+          return;
+        }
+      }
+      f(load(1));
+      --count;
+      replace();
+      is_second_ = false;
     }
-    return Tiles::load(place_);
   }
 
-  __device__ __forceinline__ void replace() {
-    if constexpr (Form::kBulk) __syncwarp();  // all lanes have read
-    fetch();
-    advance();
+  // Where a run has ended; another one may begin.
+  __device__ __forceinline__ void end_run() {
+    if (is_second_) replace();
+    is_second_ = false;
   }
 
  private:
-  using Tiles = decode::Tiles<typename Form::Format>;
+  static constexpr uint32_t kCodeBytes = decode::Nvfp4::kCodes * 16,
+                            kScaleBytes = decode::Nvfp4::kScales * sizeof(uint32_t),
+                            kSlotBytes = kTogether * (kCodeBytes + kScaleBytes);
 
-  __device__ __forceinline__ void fetch() {
-    if (tile_ != run_end_) {
-      if constexpr (Form::kBulk) {
-        if (threadIdx.x % kLanes == 0) {
-          instruction::arrive_expecting(barrier_, kTileBytes);
-          instruction::copy_bulk(place_, instruction::element<decode::Nvfp4::kCodes>(tiles_.codes, tile_),
-                                 kCodeBytes, barrier_);
-          instruction::copy_bulk(place_ + kCodeBytes,
-                                 instruction::element<decode::Nvfp4::kScales>(tiles_.scales, tile_),
-                                 kTileBytes - kCodeBytes, barrier_);
-        }
-      } else {
-        tiles_.fetch(place_, tile_);
-      }
-      if (++tile_ == run_end_) start_run();
+  __device__ __forceinline__ void wait() const {
+    if constexpr (Form::kBulk) {
+      instruction::wait_for_phase(barrier_ + slot_ * 8, phase_);
+    } else {
+      instruction::wait_for_copies<Form::kRingSlots - 1>();
     }
-    if constexpr (!Form::kBulk) instruction::end_copies();
   }
 
-  __device__ __forceinline__ void advance() {
-    if (place_ == begin_ + (Form::kDepth - 1) * kTileBytes) {
-      place_ = begin_;
-      barrier_ = first_barrier_;
+  // This lane's part of a tile of the oldest slot.
+  __device__ __forceinline__ decode::Fragment load(uint32_t tile) const {
+    const uint32_t lane = threadIdx.x % kLanes;
+    const SharedPlace codes = place_ + slot_ * kSlotBytes + lane * 16,
+                      scales = place_ + slot_ * kSlotBytes + kTogether * kCodeBytes + lane * 4;
+    return {instruction::load_shared(codes + tile * kCodeBytes),
+            instruction::load_shared(codes + (tile * kCodeBytes + kCodeBytes / 2)),
+            instruction::load_shared_word(scales + tile * kScaleBytes)};
+  }
+
+  // Fetches into the oldest slot, which has been read, and goes on to the next.
+  __device__ __forceinline__ void replace() {
+    if (tile_ != run_end_) {
+      const uint32_t count = min(kTogether, run_end_ - tile_);
+      fetch(place_ + slot_ * kSlotBytes, count);
+      tile_ += count;
+      if (tile_ == run_end_) start_run();
+    }
+    if constexpr (!Form::kBulk) instruction::end_copies();
+    if (++slot_ == Form::kRingSlots) {
+      slot_ = 0;
       phase_ ^= 1;
+    }
+  }
+
+  __device__ __forceinline__ void fetch(SharedPlace to, uint32_t count) const {
+    const uint4* const codes = codes_ + size_t{tile_} * decode::Nvfp4::kCodes;
+    const uint32_t* const scales = scales_ + size_t{tile_} * decode::Nvfp4::kScales;
+    const SharedPlace to_scales = to + kTogether * kCodeBytes;
+    if constexpr (Form::kBulk) {
+      __syncwarp();  // all lanes have read the slot
+      if (instruction::is_elected()) {
+        const SharedPlace barrier = barrier_ + slot_ * 8;
+        instruction::arrive_expecting(barrier, count * (kCodeBytes + kScaleBytes));
+        instruction::copy_bulk(to, codes, count * kCodeBytes, barrier);
+        instruction::copy_bulk(to_scales, scales, count * kScaleBytes, barrier);
+      }
     } else {
-      place_ = place_ + kTileBytes;
-      barrier_ = barrier_ + 8;
+      // A lane copies what it reads itself.
+      const uint32_t lane = threadIdx.x % kLanes;
+#pragma unroll
+      for (uint32_t i = 0; i < kTogether; ++i) {
+        if (i >= count) break;
+        const SharedPlace place = to + (i * kCodeBytes + lane * 16);
+        instruction::copy_once(place, codes + (i * decode::Nvfp4::kCodes + lane));
+        instruction::copy_once(place + kCodeBytes / 2, codes + (i * decode::Nvfp4::kCodes + kLanes + lane));
+        instruction::copy_word(to_scales + (i * kScaleBytes + lane * 4),
+                               scales + (i * decode::Nvfp4::kScales + lane));
+      }
     }
   }
 
   // This warp's range of the next round that has tiles for it, of this product or of a later one.
   __device__ __forceinline__ void start_run() {
-    const uint32_t warp = threadIdx.x / kLanes;
     while (product_ != layer_.count) {
       const Problem& p = layer_.products[product_];
       const Rounds<Form> rounds(p, share_of_block(p), 0);
@@ -138,21 +178,25 @@ class Stream {
         continue;
       }
       const Round round = rounds.of(batch_++, 0);
-      const uint32_t first = decode::first_step<Form>(round, warp),
-                     end = decode::first_step<Form>(round, warp + 1);
+      const uint32_t first = decode::first_step<Form>(round, warp_),
+                     end = decode::first_step<Form>(round, warp_ + 1);
       if (first == end) continue;
-      tiles_ = Tiles(p);
+      codes_ = p.codes;
+      scales_ = p.scales;
       tile_ = round.first_group * p.chunks + first;
       run_end_ = tile_ + (end - first);
       return;
     }
   }
 
-  static constexpr uint32_t kCodeBytes = decode::Nvfp4::kCodes * 16;
   const Layer& layer_;
-  Tiles tiles_;
-  SharedPlace begin_, place_, first_barrier_ = {}, barrier_ = {};
-  uint32_t tile_ = 0, run_end_ = 0, product_ = 0, batch_ = 0, phase_ = 0;
+  const uint32_t warp_ = __shfl_sync(~0u, threadIdx.x / kLanes, 0);  // the compiler sees one number of all lanes
+  const SharedPlace place_, barrier_;                                // of the warp's slots
+  const uint4* codes_ = nullptr;
+  const uint32_t* scales_ = nullptr;
+  uint32_t tile_ = 0, run_end_ = 0, product_ = 0, batch_ = 0;  // of what is fetched next
+  uint32_t slot_ = 0, phase_ = 0;
+  bool is_second_ = false;  // the next tile is the second of the oldest slot
 };
 
 // Where all blocks of the grid meet. The counter's highest bit changes with each meeting, and the other bits
@@ -283,6 +327,7 @@ __device__ __forceinline__ void compute(const Layer& layer, uint4* shared) {
       if (batch != 0) __syncthreads();  // sums and ends have been read
       const Round round = product.rounds.of(batch, 0);
       product.multiply(round, tiles);
+      tiles.end_run();
       __syncthreads();
       product.add_up(round);
     }

@@ -241,14 +241,11 @@ struct Multiplier {
         if (chunk + part == round.chunks) ends[group].last = warp;
       }
       Sums sums = {};
-#pragma unroll 1
-      for (uint32_t i = part; i != 0; --i) {
-        const auto tile = ring.take();
+      ring.for_tiles(part, [&](const auto& tile) {
         multiply(tile, even, odd, sums);
-        ring.replace();
         even += x_chunk;
         odd += x_chunk;
-      }
+      });
       float2* const slot = reinterpret_cast<float2*>(slots + (warp + group) * Form::kSums) + lane;
 #pragma unroll
       for (uint32_t i = 0; i < kTokenGroups; ++i) {

@@ -92,15 +92,17 @@ class Ring {
     place_ = begin_;
   }
 
-  // The oldest tile; `replace` must follow.
-  __device__ __forceinline__ auto take() const {
-    instruction::wait_for_copies<Form::kDepth - 1>();
-    return Tiles<Format>::load(place_);
-  }
-
-  __device__ __forceinline__ void replace() {
-    fetch();
-    place_ = place_ == begin_ + (Form::kDepth - 1) * kTileBytes ? begin_ : place_ + kTileBytes;
+  // Calls f with the next `count` tiles, and fetches as many.
+  template <class F>
+  __device__ __forceinline__ void for_tiles(uint32_t count, F&& f) {
+#pragma unroll 1
+    for (uint32_t i = count; i != 0; --i) {
+      instruction::wait_for_copies<Form::kDepth - 1>();
+      const auto tile = Tiles<Format>::load(place_);
+      f(tile);
+      fetch();
+      place_ = place_ == begin_ + (Form::kDepth - 1) * kTileBytes ? begin_ : place_ + kTileBytes;
+    }
   }
 
  private:

@@ -81,6 +81,7 @@ void begin_copy(SharedPlace barrier, uint32_t bytes, F&& f) {
     copy();
   }
 }
+inline bool is_elected() { return threadIdx.x % 32 == 0; }
 inline void copy_bulk(SharedPlace to, const void* from, uint32_t bytes, SharedPlace barrier) {
   if (bytes % 16 != 0 || offset_of(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
     std::fprintf(stderr, "a bulk copy is not of 16 bytes\n");

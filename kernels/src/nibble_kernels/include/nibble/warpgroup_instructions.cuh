@@ -69,6 +69,18 @@ __device__ __forceinline__ void wait_for_phase(SharedPlace barrier, uint32_t par
         : "memory");
   }
 }
+// In one lane of the warp, whose lanes are all here.
+__device__ __forceinline__ bool is_elected() {
+  uint32_t is_so;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred elected;\n\t"
+      "elect.sync _|elected, 0xffffffff;\n\t"
+      "selp.u32 %0, 1, 0, elected;\n\t"
+      "}"
+      : "=r"(is_so));
+  return is_so != 0;
+}
 __device__ __forceinline__ void copy_bulk(SharedPlace to, const void* from, uint32_t bytes,
                                           SharedPlace barrier) {
   asm volatile(
