@@ -226,6 +226,26 @@ def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for:
     assert seen >= {(operand, *one) for operand in ("Bfloat", "Half") for one in shared}
 
 
+@pytest.mark.parametrize(
+    "arch", ["90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("100f", "120f"))]
+)
+def test_the_layer_kernel_is_compiled_for_sm90_alone(arch: str, compile_for: Compiler) -> None:
+    """Two types, two ways to fetch weights, four depths: no spills, eight products for each of the
+    two tiles of a slot, and at most the registers of one thread block a multiprocessor.
+    """
+    _, cubin = compile_for(arch, "nvfp4_layer/kernel.cu")
+    assert_nothing_spilled(cubin, 16)
+    for name, body in sass_functions(cubin):
+        products = products_of(cubin)[name]
+        if arch != "90a":
+            assert not products, name
+            continue
+        assert sum(products.values()) == 16, name
+        assert ("UBLKCP" in body) == ("ELb1E" in name) and ("LDGSTS" in body) == ("ELb0E" in name)
+        assert "ACQBULK" in body and "PREEXIT" in body, name
+    assert max(found["REG"] for found in resources_of(cubin).values()) <= 128
+
+
 OMMA, SPARSE_OMMA = (
     "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X",
     "OMMA.SF.SP.168128.F32.E2M1.E2M1.UE4M3.4X",
