@@ -23,7 +23,10 @@ using instruction::SharedPlace;
 constexpr uint32_t kMostProducts = 4;
 constexpr uint32_t kMostTokens = 8;
 constexpr uint32_t kNormVectors = 2;  // of 8 elements, of a thread
-constexpr uint32_t kMostNormColumns = 16 * kLanes * kNormVectors * 8;
+constexpr uint32_t kWarps = 16, kThreads = kWarps * kLanes;
+constexpr uint32_t kMostNormColumns = kThreads * kNormVectors * 8;
+constexpr uint32_t kGroupsPerRound = 16;
+static_assert(kGroupsPerRound * decode::kGroup * kMostTokens <= 2 * kThreads);  // at most two items of a thread
 
 struct Layer {
   Problem products[kMostProducts];   // each reads what an earlier one wrote
@@ -39,12 +42,12 @@ constexpr uint32_t kTogether = 2;
 // Slots: pairs of tiles that a warp has under way. Bulk: they are copied by one lane, past the first cache's
 // queues.
 template <uint32_t Slots, bool Bulk>
-struct Form : decode::Form<false, 1, 16, Slots * kTogether, 16> {
-  using Base = decode::Form<false, 1, 16, Slots * kTogether, 16>;
+struct Form : decode::Form<false, 1, kWarps, Slots * kTogether, kGroupsPerRound> {
+  using Base = decode::Form<false, 1, kWarps, Slots * kTogether, kGroupsPerRound>;
   static constexpr bool kBulk = Bulk;
   static constexpr uint32_t kRingSlots = Slots;
-  static constexpr uint32_t kBarrierBytes = Base::kWarps * Slots * 8;
-  static_assert(kMostTokens * Base::kWarps * sizeof(float) <= Base::kSlotBytes);
+  static constexpr uint32_t kBarrierBytes = kWarps * Slots * 8;
+  static_assert(kMostTokens * kWarps * sizeof(float) <= Base::kSlotBytes);
 
   static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens) {
     return kBarrierBytes + Base::shared_bytes(chunks, tokens, false);
@@ -260,14 +263,14 @@ class Norm {
       }
 #pragma unroll
       for (uint32_t mask = 1; mask < kLanes; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
-      if (product_.lane == 0) product_.slots[token * Form::kWarps + product_.warp] = squares;
+      if (product_.lane == 0) product_.slots[token * kWarps + product_.warp] = squares;
     }
     __syncthreads();
     for (uint32_t token = 0; token < p.tokens; ++token) {
       float squares = 0.0f;
 #pragma unroll
-      for (uint32_t warp = 0; warp < Form::kWarps; ++warp)
-        squares += product_.slots[token * Form::kWarps + warp];
+      for (uint32_t warp = 0; warp < kWarps; ++warp)
+        squares += product_.slots[token * kWarps + warp];
       const float factor = rsqrtf(squares / static_cast<float>(p.columns) + epsilon_);
 #pragma unroll
       for (uint32_t i = 0; i < kNormVectors; ++i) {
@@ -289,7 +292,7 @@ class Norm {
  private:
   static constexpr uint32_t kXRow = Multiplier::kXRow;
 
-  static __device__ __forceinline__ uint32_t vector(uint32_t i) { return threadIdx.x + i * Form::kThreads; }
+  static __device__ __forceinline__ uint32_t vector(uint32_t i) { return threadIdx.x + i * kThreads; }
   static __device__ __forceinline__ uint32_t piece(uint32_t i) { return vector(i) / decode::kQuarters % 4; }
   static __device__ __forceinline__ uint32_t quarter(uint32_t i) { return vector(i) % decode::kQuarters; }
   static __device__ __forceinline__ uint32_t column(uint32_t i) {
@@ -305,6 +308,14 @@ class Norm {
   const float epsilon_;
   Vector<T> scale_[kNormVectors];
 };
+
+// What comes after the sum of one of this thread's items of a round.
+template <class Multiplier>
+__device__ __forceinline__ decode::After after_of(const Multiplier& product, const Round& round, uint32_t number) {
+  const uint32_t item = threadIdx.x + number * kThreads;
+  if (item >= round.groups * decode::kGroup * product.p.tokens) return {};
+  return product.after(round, product.item_of(item));
+}
 
 template <class T, class Operand, class Form>
 __device__ __forceinline__ void compute(const Layer& layer, uint4* shared) {
@@ -326,10 +337,12 @@ __device__ __forceinline__ void compute(const Layer& layer, uint4* shared) {
     for (uint32_t batch = 0; batch < product.rounds.batches; ++batch) {
       if (batch != 0) __syncthreads();  // sums and ends have been read
       const Round round = product.rounds.of(batch, 0);
+      // Read before it is needed: that would take as long as a meeting.
+      const decode::After first = after_of(product, round, 0), second = after_of(product, round, 1);
       product.multiply(round, tiles);
       tiles.end_run();
       __syncthreads();
-      product.add_up(round);
+      product.add_up(round, [&](const auto&, uint32_t before) { return before == 0 ? first : second; });
     }
   }
 }

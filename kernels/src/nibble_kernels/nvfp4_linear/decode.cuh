@@ -33,6 +33,11 @@ __device__ __forceinline__ uint32_t range_exponent(uint32_t largest) {
   return min(268 - (largest >> 7), 253u);
 }
 
+// What comes after the sums of a row of the upper half (x) and of one of the lower (y), of a token.
+struct After {
+  float2 factor{1.0f, 1.0f}, bias{-0.0f, -0.0f}, residual{-0.0f, -0.0f};
+};
+
 // Where tokens lie: one after the other, in x as in the output.
 struct InOrder {
   // Weights may be read while the previous kernel runs, x may not.
@@ -260,16 +265,29 @@ struct Multiplier {
     }
   }
 
-  // Adds up the parts of groups, and the phases. A lane had rows (row, row + N / 2) of tokens 2 quarter and
-  // 2 quarter + 1; an item is one of those pairs.
+  // A lane had rows (row, row + N / 2) of tokens 2 quarter and 2 quarter + 1; an item is one of those pairs.
+  struct Item {
+    uint32_t group, row, token;  // of a round
+  };
+  __device__ __forceinline__ Item item_of(uint32_t number) const {
+    const uint32_t group = quotient(number / kGroup, p.tokens);
+    return {group, number % kGroup, number / kGroup - group * p.tokens};
+  }
+
+  // Adds up the parts of groups, and the phases.
   __device__ __forceinline__ void add_up(const Round& round) const {
+    add_up(round, [&](const Item& item, uint32_t) { return after(round, item); });
+  }
+  // after(item, how many of this thread come before it)
+  template <class F>
+  __device__ __forceinline__ void add_up(const Round& round, F&& after) const {
     const uint32_t items = round.groups * kGroup * p.tokens;
-    for (uint32_t item = threadIdx.x; item < items; item += Form::kThreads) {
-      const uint32_t row = item % kGroup, group = quotient(item / kGroup, p.tokens),
-                     token = item / kGroup - group * p.tokens;
-      const Ends end = ends[group];
-      const float* summand = slots + (end.first + group) * Form::kSums + token / kTokenGroup * (2 * kItems) +
-                             row * kTokenGroup + token % kTokenGroup;
+    uint32_t before = 0;
+    for (uint32_t number = threadIdx.x; number < items; number += Form::kThreads) {
+      const Item item = item_of(number);
+      const Ends end = ends[item.group];
+      const float* summand = slots + (end.first + item.group) * Form::kSums + item.token / kTokenGroup * (2 * kItems) +
+                             item.row * kTokenGroup + item.token % kTokenGroup;
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 4
       for (uint32_t i = end.first; i <= end.last; ++i) {
@@ -278,19 +296,20 @@ struct Multiplier {
         summand += Form::kSums;
       }
       if constexpr (kConverts) {  // other phases have other ranges
-        const float undo = __uint_as_float(254 - range_exponent(token_range[token]) << 23);
+        const float undo = __uint_as_float(254 - range_exponent(token_range[item.token]) << 23);
         sum.x *= undo;
         sum.y *= undo;
       }
       if (round.first_chunk != rounds.begin) {
-        sum.x += totals[item].x;
-        sum.y += totals[item].y;
+        sum.x += totals[number].x;
+        sum.y += totals[number].y;
       }
       if (p.ranks == 1 && is_last_phase(round)) {
-        write(round.first_group + group, row, token, sum);
+        write(round, item, sum, after(item, before));
       } else {
-        totals[item] = sum;
+        totals[number] = sum;
       }
+      ++before;
     }
   }
 
@@ -310,38 +329,48 @@ struct Multiplier {
         sum.x += part.x;
         sum.y += part.y;
       }
-      const uint32_t group = quotient(item / kGroup, p.tokens);
-      write(round.first_group + group, item % kGroup, item / kGroup - group * p.tokens, sum);
+      write(round, item_of(item), sum, after(round, item_of(item)));
     }
     instruction::cluster_barrier();  // the others have read, too
   }
 
-  __device__ __forceinline__ void write(uint32_t group, uint32_t row, uint32_t token, float2 sum) const {
-    const uint32_t upper = group * kGroup + row;
-    if (upper >= half) return;
-    const float weight = rows.weight(token);
-    const float y = finished(sum.x, p.upper_global_scale, upper) * weight;
-    const float z = finished(sum.y, p.lower_global_scale, upper + half) * weight;
-    const size_t out_row = rows.output(token);
-    if (p.silu_mul) {
-      store(out_row * half + upper, y / (1.0f + __expf(-y)) * z);
-    } else {
-      store(out_row * p.outputs + upper, y);
-      store(out_row * p.outputs + upper + half, z);
+  __device__ __forceinline__ uint32_t upper_row(const Round& round, const Item& item) const {
+    return (round.first_group + item.group) * kGroup + item.row;
+  }
+  __device__ __forceinline__ size_t place(const Item& item, uint32_t row) const {
+    return rows.output(item.token) * size_t{p.silu_mul ? half : p.outputs} + row;
+  }
+
+  __device__ __forceinline__ After after(const Round& round, const Item& item) const {
+    After after;
+    const uint32_t upper = upper_row(round, item), lower = upper + half;
+    if (upper >= half) return after;
+    if (p.column_scale) after.factor = make_float2(__ldg(p.column_scale + upper), __ldg(p.column_scale + lower));
+    const auto load = [](const void* elements, size_t place) {
+      return to_float(static_cast<const T*>(elements)[place]);
+    };
+    if (p.bias) after.bias = make_float2(load(p.bias, upper), load(p.bias, lower));
+    if (p.residual) {
+      after.residual.x = load(p.residual, place(item, upper));
+      if (!p.silu_mul) after.residual.y = load(p.residual, place(item, lower));
     }
+    return after;
   }
 
-  __device__ __forceinline__ float finished(float sum, float global_scale, uint32_t output) const {
-    sum *= Operand::kUnit;
-    sum *= global_scale;
-    if (p.column_scale) sum *= __ldg(p.column_scale + output);
-    if (p.bias) sum += to_float(static_cast<const T*>(p.bias)[output]);
-    return sum;
-  }
-
-  __device__ __forceinline__ void store(size_t place, float y) const {
-    if (p.residual) y += to_float(static_cast<const T*>(p.residual)[place]);
-    assign(static_cast<T*>(p.out)[place], y);
+  __device__ __forceinline__ void write(const Round& round, const Item& item, float2 sum,
+                                        const After& after) const {
+    const uint32_t upper = upper_row(round, item);
+    if (upper >= half) return;
+    const float weight = rows.weight(item.token);
+    const float y = (sum.x * Operand::kUnit * p.upper_global_scale * after.factor.x + after.bias.x) * weight;
+    const float z = (sum.y * Operand::kUnit * p.lower_global_scale * after.factor.y + after.bias.y) * weight;
+    T* const out = static_cast<T*>(p.out);
+    if (p.silu_mul) {
+      assign(out[place(item, upper)], y / (1.0f + __expf(-y)) * z + after.residual.x);
+    } else {
+      assign(out[place(item, upper)], y + after.residual.x);
+      assign(out[place(item, upper + half)], z + after.residual.y);
+    }
   }
 
   __device__ __forceinline__ void run() const {
