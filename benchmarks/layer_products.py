@@ -153,16 +153,16 @@ WAYS: dict[str, Callable[[list[Layer], Tensor], Tensor]] = {
     "chained": chained,
     "products": products,
 }
-# Whether bulk copies fetch the weights, and pairs of tiles that a warp has under way.
-DIVISIONS = ((1, 5), (1, 4), (1, 3), (1, 2), (0, 5), (0, 4), (0, 2))
+# Whether bulk copies fetch the weights, slots of a warp's ring, and tiles of a slot.
+DIVISIONS = ((1, 5, 2), (1, 2, 4), (1, 4, 2), (1, 3, 2), (1, 2, 2), (0, 2, 4), (0, 4, 2), (0, 2, 2))
 
 
 def ways(rows: int, layer: Layer) -> dict[str, Callable[[list[Layer], Tensor], Tensor]]:
     found = dict(WAYS)
     columns = (len(layer.first_norm), layer.queries, layer.gate_up.rows // 2)
-    if fits(rows, len(layer.first_norm), columns, torch.device(DEVICE)):
-        for division in DIVISIONS:
-            name = f"persistent {division[0]} {division[1]}"
+    for division in DIVISIONS:
+        if fits(rows, columns[0], columns, torch.device(DEVICE), division[1] * division[2]):
+            name = "persistent " + " ".join(map(str, division))
             found[name] = functools.partial(persistent, division=division)
     return found
 

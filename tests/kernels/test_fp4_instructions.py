@@ -230,11 +230,11 @@ def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for:
     "arch", ["90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("100f", "120f"))]
 )
 def test_the_layer_kernel_is_compiled_for_sm90_alone(arch: str, compile_for: Compiler) -> None:
-    """Two types, two ways to fetch weights, four depths: no spills, eight products for each of the
+    """Two types, two ways to fetch weights, five rings: no spills, eight products for each of the
     two tiles of a slot, and at most the registers of one thread block a multiprocessor.
     """
     _, cubin = compile_for(arch, "nvfp4_layer/kernel.cu")
-    assert_nothing_spilled(cubin, 16)
+    assert_nothing_spilled(cubin, 20)
     for name, body in sass_functions(cubin):
         products = products_of(cubin)[name]
         if arch != "90a":

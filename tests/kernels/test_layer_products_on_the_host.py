@@ -74,6 +74,7 @@ class Case:
         blocks: int,
         *,
         bulk: bool = True,
+        together: int = 2,
         late: bool = False,
         meetings: int = 0,
         rows: slice = slice(None),
@@ -114,6 +115,7 @@ class Case:
         library.compute_layer_on_the_host(
             self.dtype == torch.bfloat16,
             bulk,
+            together,
             late,
             products,
             self.count,
@@ -167,18 +169,20 @@ def bounds_of_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize(("bulk", "together"), [(True, 2), (True, 4), (False, 2)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_product_follows_from_the_one_before(
-    library: ctypes.CDLL, kernels: object, case: tuple[int, ...], bulk: bool
+    library: ctypes.CDLL, kernels: object, case: tuple[int, ...], bulk: bool, together: int
 ) -> None:
     *sizes, blocks = case
     layer = Case(*sizes, dtype=torch.bfloat16)
-    outs = layer.run(library, blocks, bulk=bulk)
+    outs = layer.run(library, blocks, bulk=bulk, together=together)
     layer.check(outs)
     # Whatever is late, and from the other side of the counter, the bits are the same.
-    assert_same_bits(tuple(layer.run(library, blocks, bulk=bulk, late=True)), tuple(outs))
-    again = layer.run(library, blocks, bulk=bulk, meetings=HALF)
+    assert_same_bits(
+        tuple(layer.run(library, blocks, bulk=bulk, together=together, late=True)), tuple(outs)
+    )
+    again = layer.run(library, blocks, bulk=bulk, together=together, meetings=HALF)
     assert_same_bits(tuple(again), tuple(outs))
 
 

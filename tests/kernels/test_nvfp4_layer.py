@@ -139,7 +139,7 @@ def test_a_layer_is_its_parts(kernels: Any, device: str, shape: tuple[int, ...])
     inputs = layer.inputs(rows)
     expected = layer.apart(*inputs)
     assert_close(given(layer(*inputs)), expected)
-    for division in ([0, 5], [0, 2], [1, 4], [1, 3], [1, 2]):
+    for division in ([0, 2, 2], [1, 2, 2]):
         assert_close(given(layer(*inputs, division=division)), expected)
 
 

@@ -34,10 +34,10 @@ struct HostProduct {
 };
 
 extern "C" uint32_t shared_bytes_on_the_host(uint32_t chunks, uint32_t rows) {
-  return Form<2, true>::shared_bytes(chunks, rows);
+  return Form<2, 2, true>::shared_bytes(chunks, rows);
 }
 
-extern "C" void compute_layer_on_the_host(bool bfloat, bool bulk, bool late, const HostProduct* products,
+extern "C" void compute_layer_on_the_host(bool bfloat, bool bulk, uint32_t together, bool late, const HostProduct* products,
                                           uint32_t count, uint32_t tokens, float epsilon, uint32_t* meetings,
                                           uint32_t blocks) {
   Layer layer{};
@@ -66,6 +66,7 @@ extern "C" void compute_layer_on_the_host(bool bfloat, bool bulk, bool late, con
     layer.norms[i] = static_cast<const uint4*>(given.norm);
   }
   emulated_is_late = late;
-  if (bulk) return run_form<Form<2, true>>(layer, blocks, bfloat);
-  run_form<Form<2, false>>(layer, blocks, bfloat);
+  if (!bulk) return run_form<Form<2, 2, false>>(layer, blocks, bfloat);
+  if (together == 4) return run_form<Form<2, 4, true>>(layer, blocks, bfloat);
+  run_form<Form<2, 2, true>>(layer, blocks, bfloat);
 }

@@ -23,7 +23,9 @@ __all__ = ["MAX_ROWS", "Product", "fits", "new_meetings", "nvfp4_layer_products"
 # As in products.cuh and kernel.cu.
 MAX_ROWS, MAX_HIDDEN, CHUNK = 8, 8192, 128
 SHARED_BYTES = 227 * 1024  # of a thread block on SM90
-FIXED_BYTES = 90528  # the shallowest ring and the sums
+LEAST_TILES = 4  # of a warp's ring
+FIXED_BYTES = 17184  # the sums, and the barriers of the largest ring
+BYTES_OF_A_TILE = 16 * 1152  # of each warp
 BYTES_OF_A_CHUNK = 2 * CHUNK  # of a row of x
 
 
@@ -108,16 +110,23 @@ def new_meetings(device: torch.device | str) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def fits(rows: int, hidden: int, columns: Sequence[int], device: torch.device) -> bool:
+def fits(
+    rows: int,
+    hidden: int,
+    columns: Sequence[int],
+    device: torch.device,
+    tiles: int = LEAST_TILES,
+) -> bool:
     """Whether the kernel takes `rows` rows of a layer with this hidden size, whose products have
-    `columns` columns.
+    `columns` columns, with `tiles` in each warp's ring.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         return False
     chunks = -(-max(columns) // CHUNK)
     fit = all(width % BLOCK == 0 for width in (hidden, *columns)) and hidden % (2 * GROUP) == 0
-    small = FIXED_BYTES + rows * chunks * BYTES_OF_A_CHUNK <= SHARED_BYTES
-    return fit and small and 1 <= rows <= MAX_ROWS and hidden <= MAX_HIDDEN
+    bytes_needed = FIXED_BYTES + tiles * BYTES_OF_A_TILE + rows * chunks * BYTES_OF_A_CHUNK
+    small = bytes_needed <= SHARED_BYTES and rows <= MAX_ROWS and hidden <= MAX_HIDDEN
+    return fit and small and rows >= 1
 
 
 def nvfp4_layer_products(
@@ -142,8 +151,8 @@ def nvfp4_layer_products(
 
     Returns (sum, next); next is None without the next layer's norm and product. All are rounded
     where nvfp4_decode_linear and rms_norm round. A row's result does not depend on the other rows.
-    On a GPU ask `fits` first. division: (whether bulk copies fetch the weights, pairs of tiles that
-    a warp has under way), for tests and measurements.
+    On a GPU ask `fits` first. division: (whether bulk copies fetch the weights, slots of a warp's
+    ring, tiles of a slot), for tests and measurements.
     """
     products = [output, gate_up, down]
     if next_norm is not None:

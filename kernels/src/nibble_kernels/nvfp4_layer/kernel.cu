@@ -39,13 +39,18 @@ bool launch_form(const Run& run) {
   return true;
 }
 
-// With the most slots that fit, and at most so many; their number does not change results.
+// Launches the first form that fits, of those that have `wanted` slots and tiles together; or of all, if that
+// is empty. The form does not change results.
 template <class T, class Operand, bool Bulk>
-void launch_deepest(const Run& run, int64_t slots) {
-  const bool launched = (slots >= 5 && launch_form<T, Operand, Form<5, Bulk>>(run)) ||
-                        (slots >= 4 && launch_form<T, Operand, Form<4, Bulk>>(run)) ||
-                        (slots >= 3 && launch_form<T, Operand, Form<3, Bulk>>(run)) ||
-                        launch_form<T, Operand, Form<2, Bulk>>(run);
+void launch_first(const Run& run, const std::vector<int64_t>& wanted) {
+  const auto launch = [&](auto form) {
+    using Form = typename decltype(form)::type;
+    if (!wanted.empty() && (wanted[1] != Form::kRingSlots || wanted[2] != Form::kTogether)) return false;
+    return launch_form<T, Operand, Form>(run);
+  };
+  const bool launched = launch(TypeOf<Form<5, 2, Bulk>>()) || launch(TypeOf<Form<2, 4, Bulk>>()) ||
+                        launch(TypeOf<Form<4, 2, Bulk>>()) || launch(TypeOf<Form<3, 2, Bulk>>()) ||
+                        launch(TypeOf<Form<2, 2, Bulk>>());
   require(launched, "rows are too many or too wide for one launch");
 }
 
@@ -113,14 +118,13 @@ std::tuple<Tensor, Tensor> nvfp4_layer_products(
 
   const Run run{layer, device, current_stream(attended)};
   const bool bulk = division.empty() || division[0] != 0;
-  const int64_t slots = division.empty() ? 5 : division[1];
   for_bool(bulk, [&](auto is_bulk) {
     if (attended.scalar_type() == ScalarType::BFloat16) {
       require(!native, "the weight was prepared for float16 activations");
-      launch_deepest<__nv_bfloat16, BfloatOperand, decltype(is_bulk)::value>(run, slots);
+      launch_first<__nv_bfloat16, BfloatOperand, decltype(is_bulk)::value>(run, division);
     } else {
       require(native && attended.scalar_type() == ScalarType::Half, "the weight was prepared for bfloat16 activations");
-      launch_deepest<__half, HalfOperand, decltype(is_bulk)::value>(run, slots);
+      launch_first<__half, HalfOperand, decltype(is_bulk)::value>(run, division);
     }
   });
   return {second_sum, out};

@@ -36,15 +36,13 @@ struct Layer {
   uint32_t count;
 };
 
-// Tiles that a warp waits for, and fetches, at once.
-constexpr uint32_t kTogether = 2;
-
-// Slots: pairs of tiles that a warp has under way. Bulk: they are copied by one lane, past the first cache's
-// queues.
-template <uint32_t Slots, bool Bulk>
-struct Form : decode::Form<false, 1, kWarps, Slots * kTogether, kGroupsPerRound> {
-  using Base = decode::Form<false, 1, kWarps, Slots * kTogether, kGroupsPerRound>;
+// Slots: parts of a warp's ring. Together: tiles of a slot, which the warp waits for, and fetches, at once.
+// Bulk: they are copied by one lane, past the first cache's queues.
+template <uint32_t Slots, uint32_t Together, bool Bulk>
+struct Form : decode::Form<false, 1, kWarps, Slots * Together, kGroupsPerRound> {
+  using Base = decode::Form<false, 1, kWarps, Slots * Together, kGroupsPerRound>;
   static constexpr bool kBulk = Bulk;
+  static constexpr uint32_t kTogether = Together;
   static constexpr uint32_t kRingSlots = Slots;
   static constexpr uint32_t kBarrierBytes = kWarps * Slots * 8;
   static_assert(kMostTokens * kWarps * sizeof(float) <= Base::kSlotBytes);
@@ -78,34 +76,36 @@ class Stream {
 #pragma unroll 1
     for (uint32_t i = 0; i < Form::kRingSlots; ++i) replace();
     phase_ = 0;
+    start_slot();
   }
 
   // Calls f with the next `count` tiles of a run.
   template <class F>
   __device__ __forceinline__ void for_tiles(uint32_t count, F&& f) {
+    static_assert(kTogether % 2 == 0);
+#pragma unroll 1
     while (count != 0) {
-      if (!is_second_) {
-        wait();
+      if (taken_ % 2 == 0) {
+        if (taken_ == 0) wait();
         f(load(0));
-        if (--count == 0) {
-          is_second_ = true;
-          return;
-        }
+        ++taken_;
+        if (--count == 0) return;
       }
       f(load(1));
       --count;
-      replace();
-      is_second_ = false;
+      codes_at_ = codes_at_ + 2 * kCodeBytes;
+      scales_at_ = scales_at_ + 2 * kScaleBytes;
+      if (++taken_ == kTogether) end_slot();
     }
   }
 
   // Where a run has ended; another one may begin.
   __device__ __forceinline__ void end_run() {
-    if (is_second_) replace();
-    is_second_ = false;
+    if (taken_ != 0) end_slot();
   }
 
  private:
+  static constexpr uint32_t kTogether = Form::kTogether;
   static constexpr uint32_t kCodeBytes = decode::Nvfp4::kCodes * 16,
                             kScaleBytes = decode::Nvfp4::kScales * sizeof(uint32_t),
                             kSlotBytes = kTogether * (kCodeBytes + kScaleBytes);
@@ -118,14 +118,21 @@ class Stream {
     }
   }
 
-  // This lane's part of a tile of the oldest slot.
+  // This lane's part of the first or the second of the next two tiles.
   __device__ __forceinline__ decode::Fragment load(uint32_t tile) const {
-    const uint32_t lane = threadIdx.x % kLanes;
-    const SharedPlace codes = place_ + slot_ * kSlotBytes + lane * 16,
-                      scales = place_ + slot_ * kSlotBytes + kTogether * kCodeBytes + lane * 4;
-    return {instruction::load_shared(codes + tile * kCodeBytes),
-            instruction::load_shared(codes + (tile * kCodeBytes + kCodeBytes / 2)),
-            instruction::load_shared_word(scales + tile * kScaleBytes)};
+    return {instruction::load_shared(codes_at_ + tile * kCodeBytes),
+            instruction::load_shared(codes_at_ + (tile * kCodeBytes + kCodeBytes / 2)),
+            instruction::load_shared_word(scales_at_ + tile * kScaleBytes)};
+  }
+
+  __device__ __forceinline__ void end_slot() {
+    replace();
+    start_slot();
+  }
+  __device__ __forceinline__ void start_slot() {
+    taken_ = 0;
+    codes_at_ = place_ + slot_ * kSlotBytes + threadIdx.x % kLanes * 16;
+    scales_at_ = place_ + slot_ * kSlotBytes + kTogether * kCodeBytes + threadIdx.x % kLanes * 4;
   }
 
   // Fetches into the oldest slot, which has been read, and goes on to the next.
@@ -195,11 +202,11 @@ class Stream {
   const Layer& layer_;
   const uint32_t warp_ = __shfl_sync(~0u, threadIdx.x / kLanes, 0);  // the compiler sees one number of all lanes
   const SharedPlace place_, barrier_;                                // of the warp's slots
+  SharedPlace codes_at_, scales_at_;                                 // of this lane and the next two tiles
   const uint4* codes_ = nullptr;
   const uint32_t* scales_ = nullptr;
   uint32_t tile_ = 0, run_end_ = 0, product_ = 0, batch_ = 0;  // of what is fetched next
-  uint32_t slot_ = 0, phase_ = 0;
-  bool is_second_ = false;  // the next tile is the second of the oldest slot
+  uint32_t slot_ = 0, phase_ = 0, taken_ = 0;  // the oldest slot, and how many of its tiles are used
 };
 
 // Where all blocks of the grid meet. The counter's highest bit changes with each meeting, and the other bits
