@@ -123,7 +123,8 @@ std::tuple<Tensor, Tensor> nvfp4_layer_products(
       require(!native, "the weight was prepared for float16 activations");
       launch_first<__nv_bfloat16, BfloatOperand, decltype(is_bulk)::value>(run, division);
     } else {
-      require(native && attended.scalar_type() == ScalarType::Half, "the weight was prepared for bfloat16 activations");
+      require(native && attended.scalar_type() == ScalarType::Half,
+              "the weight was prepared for bfloat16 activations");
       launch_first<__half, HalfOperand, decltype(is_bulk)::value>(run, division);
     }
   });

@@ -286,8 +286,9 @@ struct Multiplier {
     for (uint32_t number = threadIdx.x; number < items; number += Form::kThreads) {
       const Item item = item_of(number);
       const Ends end = ends[item.group];
-      const float* summand = slots + (end.first + item.group) * Form::kSums + item.token / kTokenGroup * (2 * kItems) +
-                             item.row * kTokenGroup + item.token % kTokenGroup;
+      const float* summand = slots + (end.first + item.group) * Form::kSums +
+                             item.token / kTokenGroup * (2 * kItems) + item.row * kTokenGroup +
+                             item.token % kTokenGroup;
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 4
       for (uint32_t i = end.first; i <= end.last; ++i) {
