@@ -11,7 +11,6 @@ import pytest
 
 from nibble.engine.gate.sleep import SLEEP_PATH, WAKE_PATH, sleep_or_wake
 from nibble.serve.above import internal_token
-from nibble.serve.fleet import unloading
 from nibble.serve.fleet.budgets import Share
 from nibble.serve.fleet.unloading import Sleeper, choose_ways, obstacle
 from tests.support.servers.stand_in_engine import StandInEngine
@@ -51,15 +50,16 @@ def ways(
     return {one.model: one.unloading for one in found}
 
 
-def test_a_model_sleeps_where_that_is_asked_for_or_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_sleeps_where_that_is_asked_for_or_tested() -> None:
     shares, sleepers = [share("a", 8), share("b", 2, True)], {"a": sleeper(), "b": sleeper()}
     found = ways(shares, sleepers, 12, 100)
     assert found["b"] == "never" and found["a"].startswith("sleep: 4.0 GiB of weights go to host")
-    auto = ways(shares, sleepers, 12, 100, "auto")["a"]
-    assert auto.startswith("stop: sleep mode has not been tested on hopper")
-    assert ways(shares, sleepers, 12, 100, "stop")["a"] == "stop: NIBBLE_UNLOAD=stop"
-    monkeypatch.setattr(unloading, "PROVED_ON", frozenset({"hopper"}))
     assert ways(shares, sleepers, 12, 100, "auto")["a"].startswith("sleep: ")
+    assert ways(shares, sleepers, 12, 100, "stop")["a"] == "stop: NIBBLE_UNLOAD=stop"
+    sleepers = {"a": sleeper(target="sm120"), "b": sleeper(target="sm120")}
+    assert ways(shares, sleepers, 12, 100)["a"].startswith("sleep: ")
+    auto = ways(shares, sleepers, 12, 100, "auto")["a"]
+    assert auto.startswith("stop: sleep mode has not been tested on sm120")
 
 
 def test_models_sleep_only_while_every_other_fits_beside_them() -> None:

@@ -1,5 +1,6 @@
 // nibble::nvfp4_decode_linear: how the work of decode.cuh is divided, and its launch.
 #include "nibble/decode_launch.h"
+#include "nvfp4_linear/linear.h"
 
 namespace nibble::decode {
 namespace {

@@ -1,6 +1,7 @@
 // nibble::nvfp4_warpgroup_linear: x in the order of warpgroup.cuh, how the work is divided, and the launches.
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
+#include "nvfp4_linear/linear.h"
 #include "nvfp4_linear/warpgroup.cuh"
 #include "nvfp4_linear/warpgroup_division.h"
 
