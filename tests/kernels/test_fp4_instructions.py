@@ -24,7 +24,12 @@ from tests.support.kernels.kernel_build import KERNELS
 from tests.support.releases.cuda_tools import NVCC, disassembler
 
 PACKAGE, HERE = KERNELS / "src/nibble_kernels", Path(__file__).parent
-SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("**/*.cu"))
+WITHOUT_KERNELS = ("nvfp4_linear/weight_linear.cu",)  # it calls other sources' operators
+SOURCES = sorted(
+    source
+    for source in (str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("**/*.cu"))
+    if source not in WITHOUT_KERNELS
+)
 FAST = [
     ("120f", "activation_quant/kernel.cu"),
     ("90a", "conversions/probe.cu"),
@@ -204,11 +209,12 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
     ["120f", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("90a", "100f", "121a"))],
 )
 def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for: Compiler) -> None:
-    """Four pieces of a tile, two products of each and strip. Nothing is spilled. Up to 64 tokens,
-    x comes through registers unless ranges are equal.
+    """Four pieces of a tile, two products of each and strip. Nothing is spilled but two residuals
+    of 64 tokens in clusters, after the loop. Up to 32 tokens, x comes through registers unless
+    ranges are equal.
     """
     _, cubin = compile_for(arch, "nvfp4_linear/warpgroup.cu")
-    assert all(found["STACK"] == 0 for found in resources_of(cubin).values())
+    resources = resources_of(cubin)
     seen = set[tuple[str, ...]]()
     for name, body in sass_functions(cubin):
         form = re.search(r"(Bfloat|Half)OperandE.*FormILj(\d+)ELj(\d)ELj(\d)E.*SharingE(\d)E", name)
@@ -220,17 +226,17 @@ def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for:
         products = [found.start() for found in re.finditer(r"\bHGMMA\.64x", body)]
         assert len(products) == (8 * int(strips) if arch == "90a" else 0), name
         if not products:
+            assert resources[name]["STACK"] == 0
             continue
-        assert not re.search(r"\b(LDL|STL)\b", body), name
+        assert resources[name]["STACK"] <= (8 if (tokens, sharing) == ("64", "1") else 0), name
+        assert not re.search(r"\b(LDL|STL)\b", body[: products[-1]]), name
         for instruction in ("UTMALDG", "ACQBULK", "PREEXIT"):
             assert instruction in body, (name, instruction)
-        orders_x = int(tokens) <= 64 and sharing != "2"
+        orders_x = int(tokens) <= 32 and sharing != "2"
         assert ("UBLKCP" in body) != orders_x, name
     units, clusters, ranges = "012"
-    forms = {(tokens, "4", "1") for tokens in ("16", "32", "64")}
-    forms |= {(tokens, "3", "1") for tokens in ("16", "32", "64")} | {("128", "2", "1")}
-    shared = {(*form, sharing) for form in forms for sharing in (units, clusters)}
-    shared |= {("32", "4", "1", ranges), ("64", "4", "1", ranges), ("128", "2", "1", ranges)}
+    forms = {("32", "4", "1"), ("64", "4", "1"), ("128", "2", "1")}
+    shared = {(*form, sharing) for form in forms for sharing in (units, clusters, ranges)}
     shared |= {("128", "2", "2", units), ("128", "2", "2", ranges)}
     assert seen >= {(operand, *one) for operand in ("Bfloat", "Half") for one in shared}
 
