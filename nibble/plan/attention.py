@@ -13,7 +13,12 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.layer_memory import LayerMemory
-from nibble.plan.attention_kernel import obstacle_of_auto, our_choice, uses_our_attention
+from nibble.plan.attention_kernel import (
+    kv_cache_type,
+    obstacle_of_auto,
+    our_choice,
+    uses_our_attention,
+)
 from nibble.plan.choice import OURS, Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.one_order import is_batch_invariant
@@ -140,12 +145,6 @@ def _attention_layers(checkpoint: Checkpoint) -> tuple[LayerMemory, ...]:
     if any(layer.kind == "mla" for layer in layers):
         return ()
     return tuple(layer for layer in layers if layer.kind in ("full", "sliding"))
-
-
-def kv_cache_type(checkpoint: Checkpoint, values: Mapping[str, Any]) -> str:
-    """`--kv-cache-dtype`, else what the checkpoint declares, else `bfloat16`."""
-    named = str(values.get("--kv-cache-dtype") or "auto")
-    return named if named != "auto" else checkpoint.scheme.kv_cache or "bfloat16"
 
 
 def _limit_of_flashinfer(

@@ -41,7 +41,7 @@ def options_of(plan: Plan) -> dict[str, Any]:
 
 
 def test_auto_takes_nibbles_for_few_requests_on_hopper(model: Path) -> None:
-    for words in ((), ("--attention-kernel", "auto"), ("--kv-cache-dtype", "fp8")):
+    for words in ((), ("--attention-kernel", "auto"), ("--kv-cache-dtype", "bfloat16")):
         plan = planned(model, *words)
         choice = plan.choices["attention"]
         assert choice.value == "few" and f"up to {FEW} request" in choice.reason
@@ -88,12 +88,14 @@ def test_auto_leaves_other_head_dims_and_named_backends_to_vllm(
     assert named.choices["attention"].value == "FLASHINFER"
 
 
-def test_auto_takes_nibbles_for_long_contexts_with_an_fp8_cache_alone(tmp_path: Path) -> None:
+def test_auto_leaves_long_contexts_and_fp8_caches_to_vllm(tmp_path: Path) -> None:
     long = write_checkpoint(tmp_path / "long", config=HEADS | {"max_position_embeddings": 40960})
     choice = planned(long).choices["attention"]
     assert choice.value == "vllm" and "BF16 and more than 8192 tokens" in choice.reason
-    for words in (("--max-model-len", "8192"), ("--kv-cache-dtype", "fp8")):
-        assert planned(long, *words).choices["attention"].value == "few"
+    short = ("--max-model-len", "8192")
+    assert planned(long, *short).choices["attention"].value == "few"
+    choice = planned(long, *short, "--kv-cache-dtype", "fp8").choices["attention"]
+    assert choice.value == "vllm" and "not served a model with a cache in fp8" in choice.reason
 
 
 def test_auto_is_vllms_where_no_target_has_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ a prepared NVFP4 weight and unquantized activations, on NVIDIA GPUs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,25 +73,12 @@ def _dequantize_reference(
     return torch.stack([values(*expert) for expert in zip(codes, scales, strict=True)])
 
 
-def _weight_linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    outputs: int,
-    native: bool,
-    global_scale: float,
-    column_scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    silu_mul: bool,
-    batch_invariant: bool,
-) -> Tensor:
+def _weight_linear(x: Tensor, *rest: Any) -> Tensor:
     """Elsewhere than on a GPU, where weight_linear.cu chooses."""
-    weight = (codes, scales, outputs, native, global_scale)
-    rest = (column_scale, bias, residual, silu_mul)
+    *product, batch_invariant = rest
     if batch_invariant or x.numel() // x.shape[-1] <= MAX_DECODE_ROWS:
-        return _decode(x, *weight, *rest, batch_invariant, [])
-    return _dense(x, *weight, *rest)
+        return _decode(x, *rest, [])
+    return _dense(x, *product)
 
 
 def _dense_linear(

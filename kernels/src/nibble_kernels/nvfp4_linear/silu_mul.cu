@@ -1,22 +1,12 @@
 // nibble::silu_mul: what follows torch's product of a fused gate and up layer, in one pass over memory.
 #include "nibble/cuda.h"
 #include "nibble/overlap.cuh"
+#include "nibble/vectors.cuh"
 
 namespace nibble {
 namespace {
 
 constexpr uint32_t kThreads = 256, kElements = 8;
-
-template <class T>
-union Vector {
-  uint4 words;
-  T elements[kElements];
-};
-
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
 
 // A row has `vectors` of gate, then as many of up.
 template <class T>

@@ -1,23 +1,13 @@
 // nibble::rms_norm and add_rms_norm on the GPU: a thread block a row, which it keeps in registers.
 #include "nibble/cuda.h"
 #include "nibble/overlap.cuh"
+#include "nibble/vectors.cuh"
 
 namespace nibble {
 namespace {
 
 constexpr uint32_t kMaxThreads = 512, kMostVectors = 8;  // of 16 bytes, of a thread
 constexpr uint32_t kMaxColumns = kMaxThreads * kMostVectors * 8;
-
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
-
-template <class T>
-union Vector {
-  uint4 words;
-  T elements[8];
-};
 
 // In every thread: the warp's sum in the order of a tree, then those of the warps in their order.
 __device__ __forceinline__ float sum_of_block(float own) {
