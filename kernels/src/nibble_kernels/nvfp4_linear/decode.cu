@@ -6,7 +6,7 @@ namespace nibble::decode {
 namespace {
 
 template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
+__global__ void __launch_bounds__(Form::kThreads, 1)
     multiply(const __grid_constant__ Problem problem) {
   if constexpr (kIsLaunched<Form>) {
     extern __shared__ uint4 shared[];

@@ -7,9 +7,8 @@
 // memory, columns come in phases.
 #pragma once
 
-#include <type_traits>
-
 #include "nvfp4_linear/ring.cuh"
+#include "nvfp4_linear/staged_x.cuh"
 
 namespace nibble::decode {
 
@@ -18,20 +17,10 @@ struct Ends {
   uint32_t first, last;
 };
 
-__device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
-  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
-
-// The power of two that brings a row whose largest magnitude has these bits (as bfloat16) to [2^14, 2^15), as
-// the exponent field of a float32; that of its inverse is 254 less it.
-__device__ __forceinline__ uint32_t range_exponent(uint32_t largest) {
-  return min(268 - (largest >> 7), 253u);
-}
 
 // Where tokens lie: one after the other, in x as in the output.
 struct InOrder {
@@ -81,21 +70,18 @@ struct Decoder<E4m3Operand> {
 
 template <class T, class Operand, class Form, class Rows = InOrder>
 struct Multiplier {
-  static constexpr bool kConverts = !Operand::kAnyRange && std::is_same_v<T, __nv_bfloat16>;
   static constexpr uint32_t kTokenGroups = Form::kTokenGroups;
-  static constexpr uint32_t kXRow = kChunk / 8;  // 16 bytes each of a row of x in a chunk
+  using X = StagedX<T, Operand, Form, Rows>;
   using Sums = float[kTokenGroups][4];
 
   const Problem& p;
-  const uint32_t x_chunk = Form::x_rows(p.tokens) * kXRow;
   const Rows rows;
   const Rounds<Form> rounds;
   uint8_t* const ring;
-  float* const slots;           // [slots, sums]
-  Ends* const ends;             // [groups]
-  uint32_t* const token_range;  // [tokens]: largest bits
-  uint4* const x;               // [chunks of the phase, tokens, x_place]
-  float2* const totals;         // [items] of a thread's own, over phases, then for the cluster
+  float* const slots;  // [slots, sums]
+  Ends* const ends;    // [groups]
+  const X x;
+  float2* const totals;  // [items] of a thread's own, over phases, then for the cluster
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t half = p.outputs / 2;
 
@@ -107,84 +93,8 @@ struct Multiplier {
         ring(reinterpret_cast<uint8_t*>(shared)),
         slots(reinterpret_cast<float*>(ring + Form::kRingBytes)),
         ends(reinterpret_cast<Ends*>(slots + Form::kSlotBytes / sizeof(float))),
-        token_range(reinterpret_cast<uint32_t*>(ends + Form::kGroupsPerRound)),
-        x(reinterpret_cast<uint4*>(token_range + Form::kTokens)),
-        totals(reinterpret_cast<float2*>(x + problem.chunks_per_phase * x_chunk)) {}
-
-  // Where a piece of a quarter of a chunk lies in a row of x. Neighbouring tokens have their pieces the other
-  // way round, so that eight lanes read 128 different bytes of shared memory.
-  static __device__ __forceinline__ uint32_t x_place(uint32_t token, uint32_t piece, uint32_t quarter) {
-    return (piece ^ token % 2) * kQuarters + quarter;
-  }
-
-  // Calls f(place in shared memory, eight elements or zeros past the end of the row) for the columns of a
-  // round. Eight lanes have 128 bytes of shared memory, the warp whole sectors of x.
-  template <class F>
-  __device__ __forceinline__ void for_x(const Round& round, F&& f) const {
-    constexpr uint32_t kAtOnce = Form::kBlocks == 2 ? 6 : 8, kNowhere = ~0u;
-    const uint32_t piece = lane / 8, odd = lane / 4 % 2, quarter = lane % kQuarters;
-    const uint32_t units = (p.tokens + 1) / 2 * round.chunks;
-    for (uint32_t first = warp; first < units; first += kAtOnce * Form::kWarps) {
-      uint4 elements[kAtOnce];
-      uint32_t places[kAtOnce];
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const uint32_t unit = first + i * Form::kWarps, pair = quotient(unit, round.chunks);
-        const uint32_t chunk = unit - pair * round.chunks, token = pair * 2 + odd;
-        const uint32_t column = (round.first_chunk + chunk) * kChunk + quarter * 32 + piece * 8;
-        const bool is_there = unit < units && token < p.tokens;
-        elements[i] = make_uint4(0, 0, 0, 0);
-        if (is_there && column < p.columns)
-          elements[i] = __ldcg(p.x + (size_t{rows.input(token)} * p.columns + column) / 8);
-        places[i] = is_there ? chunk * x_chunk + token * kXRow + x_place(odd, piece, quarter) : kNowhere;
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
-        if (places[i] != kNowhere) f(places[i], elements[i]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ uint32_t token_of(uint32_t place) const {
-    return (place - quotient(place, x_chunk) * x_chunk) / kXRow;
-  }
-
-  // A round's columns of x, in the order in which lanes need them.
-  __device__ __forceinline__ void stage_x(const Round& round) const {
-    if constexpr (kConverts) find_ranges(round);
-    for_x(round, [&](uint32_t place, uint4 elements) {
-      if constexpr (kConverts) elements = in_range(elements, token_range[token_of(place)]);
-      x[place] = elements;
-    });
-    __syncthreads();
-  }
-
-  __device__ __forceinline__ void find_ranges(const Round& round) const {
-    for (uint32_t token = threadIdx.x; token < Form::kTokens; token += Form::kThreads) token_range[token] = 0;
-    __syncthreads();
-    for_x(round, [&](uint32_t place, const uint4& elements) {
-      const uint32_t token = token_of(place);
-      uint32_t largest = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        const uint32_t pair = word(elements, i) & 0x7fff7fff;
-        largest = max(largest, max(pair & 0xffff, pair >> 16));
-      }
-      if (largest > token_range[token]) atomicMax(token_range + token, largest);
-    });
-    __syncthreads();
-  }
-
-  // bfloat16 as float16, times the row's power of two.
-  static __device__ __forceinline__ uint4 in_range(const uint4& elements, uint32_t largest) {
-    const float factor = __uint_as_float(range_exponent(largest) << 23);
-    const auto convert = [&](uint32_t pair) {
-      const __half2 halves = __floats2half2_rn(__uint_as_float(pair << 16) * factor,
-                                               __uint_as_float(pair & 0xffff0000) * factor);
-      return *reinterpret_cast<const uint32_t*>(&halves);
-    };
-    return make_uint4(convert(elements.x), convert(elements.y), convert(elements.z), convert(elements.w));
-  }
+        x(problem, rows, reinterpret_cast<uint32_t*>(ends + Form::kGroupsPerRound)),
+        totals(reinterpret_cast<float2*>(x.elements + problem.chunks_per_phase * x.chunk_size)) {}
 
   // The sums of an E4M3 tile are scaled as they are, in float32.
   __device__ __forceinline__ void multiply(const ByteFragment& tile, const uint4* even, const uint4* odd,
@@ -202,38 +112,52 @@ struct Multiplier {
     multiply(Decoder<Operand>(tile), even, odd, sums);
   }
 
-  // `even` and `odd`: this lane's first and second piece of x.
+  // `even` and `odd`: this lane's first and second piece of x. Two chains of sums wait for each other half as
+  // long as one.
   __device__ __forceinline__ void multiply(const Decoder<Operand>& weight, const uint4* even,
                                            const uint4* odd, Sums& sums) const {
+    Sums others = {};
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       uint4 b[kTokenGroups];
 #pragma unroll
       for (uint32_t i = 0; i < kTokenGroups; ++i)
-        b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * kXRow)];
+        b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * X::kRow)];
       uint32_t upper[4], lower[4];
       weight.decode(piece, upper, lower);
 #pragma unroll
       for (uint32_t i = 0; i < kTokenGroups; ++i) {
         Operand::mma(sums[i], upper[0], lower[0], upper[1], lower[1], b[i].x, b[i].y);
-        Operand::mma(sums[i], upper[2], lower[2], upper[3], lower[3], b[i].z, b[i].w);
+        Operand::mma(others[i], upper[2], lower[2], upper[3], lower[3], b[i].z, b[i].w);
       }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kTokenGroups; ++i) {
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k) sums[i][k] += others[i][k];
     }
   }
 
-  // This warp's steps of a round. A part of a group has the slot of its number: each warp and each group
-  // begins one.
-  __device__ __forceinline__ void multiply(const Round& round, Ring<Form>& ring) const {
+  // This warp's steps of a round: how many, and the first.
+  struct Steps {
+    uint32_t left, group, chunk;
+  };
+  __device__ __forceinline__ Steps steps_of(const Round& round) const {
+    const uint32_t first = first_step<Form>(round, warp), group = quotient(first, round.chunks);
+    return {first_step<Form>(round, warp + 1) - first, group, first - group * round.chunks};
+  }
+
+  // A part of a group has the slot of its number: each warp and each group begins one.
+  __device__ __forceinline__ void multiply(const Round& round, Steps steps, Ring<Form>& ring) const {
     // Of tokens past the last, where x has no row for them, the last is multiplied; nobody looks at their
     // sums.
     const uint32_t token = min(lane / 4, Form::x_rows(p.tokens) - 1);
-    const uint4* const first_piece = x + token * kXRow + x_place(token, 0, lane % kQuarters);
-    const uint4* const second_piece = x + token * kXRow + x_place(token, 1, lane % kQuarters);
-    const uint32_t first = first_step<Form>(round, warp);
-    uint32_t left = first_step<Form>(round, warp + 1) - first;
-    uint32_t group = quotient(first, round.chunks), chunk = first - group * round.chunks;
+    const uint4* const row = x.elements + token * X::kRow;
+    const uint4* const first_piece = row + X::place(token, 0, lane % kQuarters);
+    const uint4* const second_piece = row + X::place(token, 1, lane % kQuarters);
+    auto& [left, group, chunk] = steps;
     while (true) {
-      const uint4 *even = first_piece + chunk * x_chunk, *odd = second_piece + chunk * x_chunk;
+      const uint4 *even = first_piece + chunk * x.chunk_size, *odd = second_piece + chunk * x.chunk_size;
       const uint32_t part = min(left, round.chunks - chunk);
       if (lane == 0) {
         if (chunk == 0 && part != 0) ends[group].first = warp;
@@ -245,8 +169,8 @@ struct Multiplier {
         const auto tile = ring.take();
         multiply(tile, even, odd, sums);
         ring.replace();
-        even += x_chunk;
-        odd += x_chunk;
+        even += x.chunk_size;
+        odd += x.chunk_size;
       }
       float2* const slot = reinterpret_cast<float2*>(slots + (warp + group) * Form::kSums) + lane;
 #pragma unroll
@@ -262,105 +186,185 @@ struct Multiplier {
     }
   }
 
-  // Adds up the parts of groups, and the phases. A lane had rows (row, row + N / 2) of tokens 2 quarter and
-  // 2 quarter + 1; an item is one of those pairs.
-  __device__ __forceinline__ void add_up(const Round& round) const {
-    const uint32_t items = round.groups * kGroup * p.tokens;
-    for (uint32_t item = threadIdx.x; item < items; item += Form::kThreads) {
-      const uint32_t row = item % kGroup, group = quotient(item / kGroup, p.tokens),
-                     token = item / kGroup - group * p.tokens;
-      const Ends end = ends[group];
-      const float* summand = slots + (end.first + group) * Form::kSums + token / kTokenGroup * (2 * kItems) +
-                             row * kTokenGroup + token % kTokenGroup;
-      float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 4
-      for (uint32_t i = end.first; i <= end.last; ++i) {
-        sum.x += summand[0];
-        sum.y += summand[kItems];
-        summand += Form::kSums;
-      }
-      if constexpr (kConverts) {  // other phases have other ranges
-        const float undo = __uint_as_float(254 - range_exponent(token_range[token]) << 23);
-        sum.x *= undo;
-        sum.y *= undo;
-      }
-      if (round.first_chunk != rounds.begin) {
-        sum.x += totals[item].x;
-        sum.y += totals[item].y;
-      }
-      if (p.ranks == 1 && is_last_phase(round)) {
-        write(round.first_group + group, row, token, sum);
-      } else {
-        totals[item] = sum;
-      }
+  // A pair of outputs (row, row + N / 2) of a token, in a round.
+  struct Item {
+    uint32_t group, row, token;
+  };
+  __device__ __forceinline__ Item item_of(uint32_t number) const {
+    const uint32_t group = quotient(number / kGroup, p.tokens);
+    return {group, number % kGroup, number / kGroup - group * p.tokens};
+  }
+  // Of those that a thread writes, whose blocks share a cluster's.
+  __device__ __forceinline__ uint32_t first_number() const {
+    return (p.ranks > 1 ? instruction::cluster_rank() * Form::kThreads : 0) + threadIdx.x;
+  }
+  __device__ __forceinline__ uint32_t items(const Round& round) const {
+    return round.groups * kGroup * p.tokens;
+  }
+
+  // What comes after an item's sums. It is read before they are there: a read takes as long as a small
+  // weight.
+  struct After {
+    float upper_factor, lower_factor;
+    T upper_bias, lower_bias, upper_residual, lower_residual;
+  };
+  __device__ __forceinline__ uint32_t upper_row(const Round& round, const Item& item) const {
+    return (round.first_group + item.group) * kGroup + item.row;
+  }
+  __device__ __forceinline__ size_t place(const Item& item, uint32_t row) const {
+    return rows.output(item.token) * size_t{p.silu_mul ? half : p.outputs} + row;
+  }
+  __device__ __forceinline__ After after(const Round& round, const Item& item) const {
+    const uint32_t upper = upper_row(round, item), lower = upper + half;
+    After after;
+    if (upper >= half) return after;
+    if (p.column_scale) {
+      after.upper_factor = __ldg(p.column_scale + upper);
+      after.lower_factor = __ldg(p.column_scale + lower);
     }
+    if (p.bias) {
+      after.upper_bias = static_cast<const T*>(p.bias)[upper];
+      after.lower_bias = static_cast<const T*>(p.bias)[lower];
+    }
+    if (p.residual) {
+      after.upper_residual = static_cast<const T*>(p.residual)[place(item, upper)];
+      if (!p.silu_mul) after.lower_residual = static_cast<const T*>(p.residual)[place(item, lower)];
+    }
+    return after;
+  }
+
+  // A thread's first item of a round, and what comes after it.
+  struct First {
+    Item item;
+    After after;
+  };
+  __device__ __forceinline__ First first_of(const Round& round) const {
+    First first;
+    if (first_number() < items(round)) first.item = item_of(first_number());
+    return first;
+  }
+  __device__ __forceinline__ void read_after(const Round& round, First& first) const {
+    if (first_number() < items(round) && is_last_phase(round)) first.after = after(round, first.item);
+  }
+  // Calls f(number, item, after) for a thread's items of a round.
+  template <class F>
+  __device__ __forceinline__ void for_items(const Round& round, const First& first, F&& f) const {
+    const uint32_t step = p.ranks * Form::kThreads;
+    uint32_t number = first_number();
+    if (number >= items(round)) return;
+    f(number, first.item, first.after);
+    while ((number += step) < items(round)) {
+      const Item item = item_of(number);
+      f(number, item, after(round, item));
+    }
+  }
+
+  // Adds up the parts of a group, and the phases. A lane had rows (row, row + N / 2) of tokens 2 quarter and
+  // 2 quarter + 1.
+  __device__ __forceinline__ float2 sum_of(const Round& round, uint32_t number, const Item& item) const {
+    const Ends end = ends[item.group];
+    const float* summand = slots + (end.first + item.group) * Form::kSums +
+                           item.token / kTokenGroup * (2 * kItems) + item.row * kTokenGroup +
+                           item.token % kTokenGroup;
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 4
+    for (uint32_t i = end.first; i <= end.last; ++i) {
+      sum.x += summand[0];
+      sum.y += summand[kItems];
+      summand += Form::kSums;
+    }
+    const float undo = x.undo(item.token);  // other phases have other ranges
+    sum.x *= undo;
+    sum.y *= undo;
+    if (round.first_chunk != rounds.begin) {
+      sum.x += totals[number].x;
+      sum.y += totals[number].y;
+    }
+    return sum;
   }
 
   __device__ __forceinline__ bool is_last_phase(const Round& round) const {
     return round.first_chunk + round.chunks == rounds.end;
   }
 
+  __device__ __forceinline__ void add_up(const Round& round, const First& first) const {
+    if (p.ranks == 1 && is_last_phase(round)) {
+      for_items(round, first, [&](uint32_t number, const Item& item, const After& after) {
+        write(round, item, sum_of(round, number, item), after);
+      });
+      return;
+    }
+    for (uint32_t number = threadIdx.x; number < items(round); number += Form::kThreads)
+      totals[number] = sum_of(round, number, item_of(number));
+    if (is_last_phase(round)) add_up_cluster(round, first);
+  }
+
   // Adds up the blocks of a cluster, each for its share of the items.
-  __device__ __forceinline__ void add_up_cluster(const Round& round) const {
+  __device__ __forceinline__ void add_up_cluster(const Round& round, const First& first) const {
     instruction::cluster_barrier();
-    const uint32_t items = round.groups * kGroup * p.tokens;
-    for (uint32_t item = instruction::cluster_rank() * Form::kThreads + threadIdx.x; item < items;
-         item += p.ranks * Form::kThreads) {
+    for_items(round, first, [&](uint32_t number, const Item& item, const After& after) {
       float2 sum = make_float2(0.0f, 0.0f);
       for (uint32_t rank = 0; rank < p.ranks; ++rank) {
-        const float2 part = instruction::load_of_rank(totals + item, rank);
+        const float2 part = instruction::load_of_rank(totals + number, rank);
         sum.x += part.x;
         sum.y += part.y;
       }
-      const uint32_t group = quotient(item / kGroup, p.tokens);
-      write(round.first_group + group, item % kGroup, item / kGroup - group * p.tokens, sum);
-    }
+      write(round, item, sum, after);
+    });
     instruction::cluster_barrier();  // the others have read, too
   }
 
-  __device__ __forceinline__ void write(uint32_t group, uint32_t row, uint32_t token, float2 sum) const {
-    const uint32_t upper = group * kGroup + row;
+  __device__ __forceinline__ void write(const Round& round, const Item& item, float2 sum,
+                                        const After& after) const {
+    const uint32_t upper = upper_row(round, item);
     if (upper >= half) return;
-    const float weight = rows.weight(token);
-    const float y = finished(sum.x, p.upper_global_scale, upper) * weight;
-    const float z = finished(sum.y, p.lower_global_scale, upper + half) * weight;
-    const size_t out_row = rows.output(token);
+    const float weight = rows.weight(item.token);
+    const float y = finished(sum.x, p.upper_global_scale, after.upper_factor, after.upper_bias) * weight;
+    const float z = finished(sum.y, p.lower_global_scale, after.lower_factor, after.lower_bias) * weight;
     if (p.silu_mul) {
-      store(out_row * half + upper, y / (1.0f + __expf(-y)) * z);
+      store(place(item, upper), y / (1.0f + __expf(-y)) * z, after.upper_residual);
     } else {
-      store(out_row * p.outputs + upper, y);
-      store(out_row * p.outputs + upper + half, z);
+      store(place(item, upper), y, after.upper_residual);
+      store(place(item, upper + half), z, after.lower_residual);
     }
   }
 
-  __device__ __forceinline__ float finished(float sum, float global_scale, uint32_t output) const {
+  __device__ __forceinline__ float finished(float sum, float global_scale, float factor, T bias) const {
     sum *= Operand::kUnit;
     sum *= global_scale;
-    if (p.column_scale) sum *= __ldg(p.column_scale + output);
-    if (p.bias) sum += to_float(static_cast<const T*>(p.bias)[output]);
+    if (p.column_scale) sum *= factor;
+    if (p.bias) sum += to_float(bias);
     return sum;
   }
 
-  __device__ __forceinline__ void store(size_t place, float y) const {
-    if (p.residual) y += to_float(static_cast<const T*>(p.residual)[place]);
+  __device__ __forceinline__ void store(size_t place, float y, T residual) const {
+    if (p.residual) y += to_float(residual);
     assign(static_cast<T*>(p.out)[place], y);
   }
 
   __device__ __forceinline__ void run() const {
-    Ring<Form> tiles(p, rounds, ring);
-    Rows::before_x();
     uint32_t batch = 0, first_chunk = rounds.begin;
     Round round = rounds.of(batch, first_chunk);
-    stage_x(round);
+    Ring<Form> tiles(p, rounds, ring);
+    const typename X::Start start = x.start();
+    Steps steps = steps_of(round);
+    First first = first_of(round);
+    Rows::before_x();
+    x.stage(round, start, [&] {
+      read_after(round, first);
+      tiles.fill();
+    });
     while (true) {
-      multiply(round, tiles);
+      multiply(round, steps, tiles);
       __syncthreads();
-      add_up(round);
-      if (p.ranks > 1 && is_last_phase(round)) add_up_cluster(round);
+      add_up(round, first);
       if (!rounds.advance(batch, first_chunk)) break;
       round = rounds.of(batch, first_chunk);
+      steps = steps_of(round);
+      first = first_of(round);
+      read_after(round, first);
       __syncthreads();  // x, sums and ends are over
-      if (!rounds.one_phase()) stage_x(round);
+      if (!rounds.one_phase()) x.stage(round, start, [] {});
     }
     instruction::wait_for_copies<0>();
   }

@@ -71,8 +71,8 @@ struct Tiles<E4m3> {
   }
 };
 
-// A warp's tiles on their way to shared memory, one after the other as they lie in memory. A lane reads
-// nothing but what it fetched itself.
+// A warp's tiles on their way to shared memory, one after the other as they lie in memory: the first from the
+// start, as many as there is room for from `fill` on. A lane reads nothing but what it fetched itself.
 template <class Form>
 class Ring {
  public:
@@ -83,10 +83,16 @@ class Ring {
     const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
     begin_ = instruction::shared_place(shared + warp * (Form::kDepth * kTileBytes) + lane * 16);
     first_chunk_ = rounds.begin;
+    place_ = begin_;
     start_run();
-#pragma unroll
-    for (uint32_t i = 0; i < Form::kDepth; ++i) {
-      place_ = begin_ + i * kTileBytes;
+    fetch();
+  }
+
+  // Fetches as many more as there is room for. Not before x is under way: x would come after them all.
+  __device__ __forceinline__ void fill() {
+#pragma unroll 1
+    for (uint32_t i = 1; i < Form::kDepth; ++i) {
+      place_ += kTileBytes;
       fetch();
     }
     place_ = begin_;

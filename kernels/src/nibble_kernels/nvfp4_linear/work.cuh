@@ -51,8 +51,6 @@ struct Form {
   static constexpr uint32_t kTokenGroups = TokenGroups, kTokens = TokenGroups * kTokenGroup;
   static constexpr uint32_t kWarps = Warps, kThreads = Warps * kLanes, kDepth = Depth;
   static constexpr uint32_t kGroupsPerRound = GroupsPerRound;
-  static constexpr uint32_t kBlocks =
-      TokenGroups == 1 ? 2 : 1;                                // of a multiprocessor: the next kernel's, too
   static constexpr uint32_t kSums = TokenGroups * 2 * kItems;  // of a group, or of a warp's part of it
   static constexpr uint32_t kSlots = Warps + GroupsPerRound;   // parts of groups in a round
   static constexpr uint32_t kRingBytes = Warps * Depth * Format::kTileBytes;
