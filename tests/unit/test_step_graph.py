@@ -326,7 +326,7 @@ def test_hopper_has_steps_from_graphs_and_the_plan_says_why(model: Path) -> None
     [
         (("--enforce-eager",), "vLLM's path runs all steps without CUDA graphs"),
         (("--enable-lora",), "vLLM's path runs all steps with adapters"),
-        (("--spec-method", "mtp"), "vLLM's path runs all steps with speculative decoding"),
+        (("--spec-method", "mtp"), "not tested with speculative decoding"),
         (("--tensor-parallel-size", "2"), "not tested with tensor parallelism"),
         (("--pipeline-parallel-size", "2"), "not tested with pipeline parallelism"),
         (("--data-parallel-size", "2"), "not tested with data parallelism"),
@@ -382,6 +382,10 @@ def test_the_plan_reserves_what_the_graphs_may_take(model: Path) -> None:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     assert graphs("--max-num-seqs", "8") - without == step_graph_bytes(8, vocabulary)
     assert graphs() - without == step_graph_bytes(None, vocabulary)
+    drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
+    with_drafts = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "on")
+    without = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "off")
+    assert with_drafts - without == step_graph_bytes(8, vocabulary, 3)
     assert graphs("--enforce-eager") == 0
 
 

@@ -423,9 +423,10 @@ def content(manager: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool) -> None:
+def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool, drafts: int) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -451,7 +452,7 @@ def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool) -> None:
         for pair in list(running):
             # A step is scheduled before the token of the step before it is known.
             given = [
-                manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+                manager.allocate_slots(request, 1 + drafts, num_lookahead_tokens=drafts)
                 for manager, request in zip(both, pair, strict=True)
             ]
             ids = [one.get_block_ids() if one is not None else None for one in given]
@@ -462,13 +463,13 @@ def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool) -> None:
                 running.remove(pair)
                 continue
             skipped += not any(ids[0] or ())
-            token = rng.randrange(3)
+            tokens = [rng.randrange(3) for _ in range(rng.randint(1, 1 + drafts))]
             for manager, request in zip(both, pair, strict=True):
-                request.num_computed_tokens += 1
-                request.append_output_token_ids(token)
+                request.num_computed_tokens += len(tokens)  # without rejected drafts
+                request.append_output_token_ids(tokens)
                 manager.cache_blocks(request, request.num_computed_tokens)
         assert content(both[0]) == content(both[1])
-    assert skipped > 500
+    assert skipped > (500 if not drafts else 100)
 
 
 def test_other_caches_keep_vllms_bookkeeping() -> None:
