@@ -7,12 +7,13 @@
 
 Shapes: `dense2` is Qwen3-8B's with two layers, `moe2` a mixture of 64 experts with two layers,
 `hybrid2` a layer of linear and one of full attention in BF16, `0.6b`, `4b` and `8b` are Qwen3's,
-`bf16` is a small one without NVFP4, `mtp` a tiny one of Qwen3.5's layers with an MTP head that is
-almost always right (tests/support/models/mtp_model.py). `vllm serve` and `nibble serve` with default settings run at
-the same time on one GPU (`--gpus`: on several, each layer divided) and answer in turns: 16 tokens
-in, 768 out. The time is the median over the streams of (last - first token) / (tokens - 1), the
-better of two rounds. `steady_share` is the share of nibble's steps that ran from CUDA graphs as a
-whole, from its /metrics.
+`bf16` is a small one without NVFP4, `mtp` a tiny Qwen3-Next with an MTP head that is almost always
+right (tests/support/models/mtp_model.py).
+
+`vllm serve` and `nibble serve` with default settings run at the same time on one GPU (`--gpus`: on
+several, each layer divided) and answer in turns: 16 tokens in, 768 out. The time is the median over
+the streams of (last - first token) / (tokens - 1), the better of two rounds. `steady_share` is the
+share of nibble's steps that ran from CUDA graphs as a whole, from its /metrics.
 
 `--drafts` lets both draft N tokens. `--method ngram` (default) takes them from the text before,
 `eagle` from a draft model with random weights in the folder SHAPE-eagle, which `--write` writes
@@ -116,7 +117,7 @@ def write_shape(folder: Path, name: str, layers: int = 0) -> None:
     from tests.support.models.mtp_model import write_mtp_model
 
     if name == "mtp":
-        write_mtp_model(folder)
+        write_mtp_model(folder, "qwen3_next")
     elif name == "hybrid2":
         hidden, intermediate, _, heads, kv, _ = SHAPES[name]
         write_hybrid(folder, hidden, intermediate, heads, kv)

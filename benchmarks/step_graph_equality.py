@@ -5,12 +5,12 @@
         [--out benchmarks/results/step_graph_equality.json]
 
 Needs a GPU. One engine gets the same requests several times: prompts of 1 to 1500 tokens, all
-samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, aborts, arrivals
-during decode, shared prefixes, and few cache blocks, so that requests are preempted. It takes
-requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path), `on`,
-or `inputs` (graphs without the sampler). What differs between two passes `off` is not the graphs'
-doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end. The
-order of nibble's kernel (`--linear-kernel`) is fixed. One engine, because two engines may tune
+samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, tool calls, aborts,
+arrivals during decode, shared prefixes, and few cache blocks, so that requests are preempted. It
+takes requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path),
+`on`, or `inputs` (graphs without the sampler). What differs between two passes `off` is not the
+graphs' doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end.
+The order of nibble's kernel (`--linear-kernel`) is fixed. One engine, because two engines may tune
 kernels differently. Also times a decode step for each number of streams.
 
 `--drafts` verifies drafts of an EAGLE or MTP head (benchmarks/host_floor.py writes such models).
@@ -41,7 +41,26 @@ RESULT = ROOT / "benchmarks" / "results" / "step_graph_equality.json"
 STREAMS = (1, 8, 16, 32, 64)
 TIMED_STEPS, VOCABULARY = 300, 3000
 NOT_WITH_DRAFTS = ("bias", "min_p")  # vllm 0.32 sampling_params.py:1190
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+}
+# As vLLM asks for a tool call that is required, and for one that the model may choose.
+TOOL_CALLS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"enum": ["find"]}, "parameters": SCHEMA},
+        "required": ["name", "parameters"],
+    },
+}
+TOOL_TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<find>", "schema": SCHEMA, "end": "</find>"}],
+    "triggers": ["<find>"],
+}
 
 
 def main() -> int:
@@ -349,7 +368,12 @@ def sampling_kinds(vocabulary: int) -> dict[str, dict[str, Any]]:
         "stop_string": {"temperature": 1.0, "stop": ["e", "xyz"], "min_tokens": 2},
         "four": {"temperature": 0.9, "n": 4},
         "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 2},
-        "json": {"temperature": 0.8, "structured_outputs": SCHEMA | {"required": ["a", "b"]}},
+        "json": {"temperature": 0.8, "structured_outputs": {"json": SCHEMA}},
+        "tool_required": {"temperature": 0.8, "structured_outputs": {"json": TOOL_CALLS}},
+        "tool_chosen": {
+            "temperature": 1.0,
+            "structured_outputs": {"structural_tag": json.dumps(TOOL_TAGS)},
+        },
     }
 
 
@@ -364,8 +388,8 @@ def ask_mixed(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
         while waiting and waiting[0]["step"] <= step:
             request = waiting.pop(0)
             given = dict(request["params"])
-            if schema := given.pop("structured_outputs", None):
-                given["structured_outputs"] = StructuredOutputsParams(json=schema)
+            if rules := given.pop("structured_outputs", None):
+                given["structured_outputs"] = StructuredOutputsParams(**rules)
             params = SamplingParams(**given)
             engine.add_request(request["id"], {"prompt_token_ids": request["prompt"]}, params)
             if request["abort_after"]:

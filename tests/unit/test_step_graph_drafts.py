@@ -195,13 +195,14 @@ def test_linear_attention_finds_on_the_device_which_rows_have_drafts() -> None:
 
     from nibble.engine.plugin.step_graph.graphs import _requests_on_device
 
-    size, before = the_graphs(a_runner()).size(3), gdn_attn.async_tensor_h2d
+    backend: Any = gdn_attn
+    size, before = the_graphs(a_runner()).size(3), backend.async_tensor_h2d
     with _requests_on_device(size):
         drafted = torch.tensor([3, 3, 3, -1], dtype=torch.int32) >= 0
-        assert gdn_attn.async_tensor_h2d(drafted, device="cuda") is size.is_request
+        assert backend.async_tensor_h2d(drafted, device="cuda") is size.is_request
         with pytest.raises(ValueError, match="something else"):
-            gdn_attn.async_tensor_h2d(~drafted, device="cuda")
-    assert gdn_attn.async_tensor_h2d is before
+            backend.async_tensor_h2d(~drafted, device="cuda")
+    assert backend.async_tensor_h2d is before
 
 
 def test_tokens_after_the_first_rejected_draft_are_left_out() -> None:

@@ -334,18 +334,19 @@ def _requests_on_device(size: BatchSize) -> Iterator[None]:
     from the host's memory (vllm 0.32 v1/attention/backends/gdn_attn.py:307), which a graph would
     read again after it is freed.
     """
-    batch, copy = size.batch, gdn_attn.async_tensor_h2d
+    backend: Any = gdn_attn
+    batch, copy = size.batch, backend.async_tensor_h2d
 
     def on_device(data: torch.Tensor, device: Any) -> torch.Tensor:
         if not torch.equal(data, torch.arange(batch.num_reqs_after_padding) < batch.num_reqs):
             raise ValueError("vLLM copies something else than which rows have drafts")
         return size.is_request
 
-    gdn_attn.async_tensor_h2d = on_device
+    backend.async_tensor_h2d = on_device
     try:
         yield
     finally:
-        gdn_attn.async_tensor_h2d = copy
+        backend.async_tensor_h2d = copy
 
 
 def _replaceable_buffers() -> list[Any]:

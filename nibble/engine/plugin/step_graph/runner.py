@@ -248,4 +248,4 @@ class StepGraphRunner(GPUModelRunner):
     def _stats(self, batch: Batch) -> Any:
         if not self.observability_config.cudagraph_metrics:
             return None
-        return make_cudagraph_stats(batch.size.desc, len(batch.ids))
+        return make_cudagraph_stats(batch.size.desc, batch.size.batch.num_tokens)
