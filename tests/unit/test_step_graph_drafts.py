@@ -214,3 +214,57 @@ def test_tokens_after_the_first_rejected_draft_are_left_out() -> None:
         [9, 1, 2, 3],
         [5],
     ]
+
+
+def test_the_builder_of_linear_attention_copies_nothing_else_from_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends import gdn_attn
+
+    from nibble.engine.plugin.step_graph.graphs import _requests_on_device
+
+    size = the_graphs(a_runner()).size(3)
+    batch, each = size.batch, 1 + DRAFTS
+    starts = torch.tensor(batch.query_start_loc_np)
+    common = CommonAttentionMetadata(
+        query_start_loc=size.starts[:5],
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([9, 8, 7, 0], dtype=torch.int32),
+        num_reqs=4,
+        num_actual_tokens=batch.num_tokens_after_padding,
+        max_query_len=each,
+        max_seq_len=100,
+        block_table_tensor=torch.arange(4 * each, dtype=torch.int32).view(4, each),
+        slot_mapping=torch.zeros(16, dtype=torch.int64),
+    )
+    more = {
+        "num_accepted_tokens": torch.tensor([2, 1, 4, 1], dtype=torch.int32),
+        "num_decode_draft_tokens_cpu": torch.tensor([3, 3, 3, -1], dtype=torch.int32),
+    }
+
+    def built() -> dict[str, torch.Tensor]:
+        kind: Any = gdn_attn.GDNAttentionMetadataBuilder
+        builder = kind.__new__(kind)
+        builder.use_spec_decode = builder.use_full_cuda_graph = True
+        builder.num_spec, builder.decode_cudagraph_max_bs = DRAFTS, 16
+        builder.mamba_aligned_state_indices = common.block_table_tensor
+        buffers = {
+            "spec_state_indices_tensor": (16, each),
+            "spec_token_indx": (64,),
+            "non_spec_token_indx": (64,),
+            "spec_query_start_loc": (17,),
+            "num_accepted_tokens": (16,),
+        }
+        for name, shape in buffers.items():
+            setattr(builder, name, torch.full(shape, -7, dtype=torch.int32))
+        builder.spec_sequence_masks = torch.zeros(16, dtype=torch.bool)
+        metadata = builder.build(0, common, **more)
+        assert metadata.num_spec_decodes == 3 and not metadata.num_prefills + metadata.num_decodes
+        return {name: getattr(builder, name) for name in (*buffers, "spec_sequence_masks")}
+
+    plain = built()
+    with _requests_on_device(size):
+        found = built()
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert found["spec_query_start_loc"][:5].tolist() == [0, 4, 8, 12, 12]
