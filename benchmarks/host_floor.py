@@ -2,15 +2,24 @@
 
     python benchmarks/host_floor.py --write /tmp/shapes [--shapes dense2 …]    write checkpoints
     python benchmarks/host_floor.py --models /tmp/shapes [--shapes dense2 …] [--streams 1 8 …]
-        [--gpus 2] [--drafts N] [--arrivals] [--out benchmarks/results/host_floor_h200.json]
+        [--gpus 2] [--drafts N] [--method mtp] [--arrivals]
+        [--out benchmarks/results/host_floor_h200.json]
 
 Shapes: `dense2` is Qwen3-8B's with two layers, `moe2` a mixture of 64 experts with two layers,
 `hybrid2` a layer of linear and one of full attention in BF16, `0.6b`, `4b` and `8b` are Qwen3's,
-`bf16` is a small one without NVFP4. `vllm serve` and `nibble serve` with default settings run at
-the same time on one GPU (`--gpus`: on several, each layer divided) and answer in turns: 16 tokens
-in, 768 out. The time is the median over the streams of (last - first token) / (tokens - 1), the
-better of two rounds. `steady_share` is the share of nibble's steps that ran from CUDA graphs as a
-whole, from its /metrics. `--drafts` lets both draft N tokens from the text before.
+`bf16` is a small one without NVFP4, `mtp` a tiny Qwen3-Next with an MTP head that is almost always
+right (tests/support/models/mtp_model.py).
+
+`vllm serve` and `nibble serve` with default settings run at the same time on one GPU (`--gpus`: on
+several, each layer divided) and answer in turns: 16 tokens in, 768 out. The time is the median over
+the streams of (last - first token) / (tokens - 1), the better of two rounds. `steady_share` is the
+share of nibble's steps that ran from CUDA graphs as a whole, from its /metrics.
+
+`--drafts` lets both draft N tokens. `--method ngram` (default) takes them from the text before,
+`eagle` from a draft model with random weights in the folder SHAPE-eagle, which `--write` writes
+with `--method eagle`, and `mtp` from the model's MTP head. Steps with drafts run from CUDA graphs
+only with NIBBLE_STEP_GRAPH=on, which is set here. The drafts of random weights are rejected, so a
+step gives one token.
 
 `--arrivals` measures the time to the first token instead: 8 streams run, and 2 requests a second
 arrive with 256 tokens in and 64 out, for 20 s on each side in turns.
@@ -53,6 +62,7 @@ SHAPES = {
 }
 STREAMS = (1, 8, 16, 32, 64)
 VOCABULARY = 151936
+PROMPT_TOKENS = (300, 1000)  # each shape knows these
 TOKENS_IN, TOKENS_OUT, ROUNDS, START_S, STOP_S = 16, 768, 2, 400.0, 4.0
 RUNNING, ARRIVALS_PER_S, ARRIVAL_IN, ARRIVAL_OUT, ARRIVALS_S = 8, 2.0, 256, 64, 20.0
 PORTS = {"stock": 9101, "nibble": 9102}
@@ -63,11 +73,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--models", type=Path)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["dense2"])
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "mtp"], default=["dense2"])
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--kv-bytes", type=int, default=8 << 30)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--method", choices=("ngram", "eagle", "mtp"), default="ngram")
     parser.add_argument("--arrivals", action="store_true")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     parser.add_argument("--commit", default="")
@@ -75,6 +86,8 @@ def main() -> int:
     options = parser.parse_args()
     for name in options.shapes if options.write else ():
         write_shape(options.write / name, name)
+        if options.method == "eagle":
+            write_eagle(options.write / f"{name}-eagle", options.write / name)
     if not options.models:
         return 0
     from machine import machine
@@ -101,12 +114,16 @@ def write_shape(folder: Path, name: str, layers: int = 0) -> None:
     """
     from tests.support.models.generated_hybrid import HybridShape
     from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
+    from tests.support.models.mtp_model import write_mtp_model
 
-    hidden, intermediate, all_layers, heads, kv, experts, *chosen = SHAPES[name]
-    form = "bf16" if name == "bf16" else "modelopt"
-    if name == "hybrid2":
+    if name == "mtp":
+        write_mtp_model(folder, "qwen3_next")
+    elif name == "hybrid2":
+        hidden, intermediate, _, heads, kv, _ = SHAPES[name]
         write_hybrid(folder, hidden, intermediate, heads, kv)
     else:
+        hidden, intermediate, all_layers, heads, kv, experts, *chosen = SHAPES[name]
+        form = "bf16" if name == "bf16" else "modelopt"
         kind, head_dim = (HybridShape, 256) if name == "35b-a3b" else (Shape, 128)
         sizes = (hidden, intermediate, layers or all_layers, heads, kv, head_dim, VOCABULARY)
         shape = kind(*sizes, experts, *chosen)
@@ -116,6 +133,48 @@ def write_shape(folder: Path, name: str, layers: int = 0) -> None:
             shutil.copy(path, folder)
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 40960}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def write_eagle(folder: Path, target: Path) -> None:
+    """An EAGLE draft of one layer in BF16 for a target of SHAPES: without embedding and head, which
+    are the target's, and without a first and a last norm.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((target / "config.json").read_text())
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    query, key = (
+        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    sizes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (query, hidden),
+        "layers.0.self_attn.k_proj": (key, hidden),
+        "layers.0.self_attn.v_proj": (key, hidden),
+        "layers.0.self_attn.o_proj": (hidden, query),
+        "layers.0.mlp.gate_proj": (wide, hidden),
+        "layers.0.mlp.up_proj": (wide, hidden),
+        "layers.0.mlp.down_proj": (hidden, wide),
+    }
+    random_numbers = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{name}.weight": (torch.randn(*size, generator=random_numbers) * 0.02).bfloat16()
+        for name, size in sizes.items()
+    }
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden).bfloat16()
+    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    one_layer = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    one_layer |= {"num_hidden_layers": 1, "layer_types": None}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(kept | one_layer, indent=1))
+
+
+def speculation(model: Path, method: str, drafts: int) -> dict[str, Any]:
+    """vLLM's --speculative-config for a model that `write_shape` wrote."""
+    found: dict[str, Any] = {"method": method, "num_speculative_tokens": drafts}
+    return found | ({"model": f"{model}-eagle"} if method == "eagle" else {})
 
 
 def write_hybrid(folder: Path, hidden: int, intermediate: int, heads: int, kv: int) -> None:
@@ -159,7 +218,9 @@ def measure(model: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]
         if options.arrivals:
             yield arrivals_row(model.name)
         for streams in () if options.arrivals else options.streams:
-            yield row(model.name, streams) | {"gpus": options.gpus, "drafts": options.drafts}
+            more: dict[str, Any] = {"gpus": options.gpus, "drafts": options.drafts}
+            more |= {"method": options.method} if options.drafts else {}
+            yield row(model.name, streams) | more
     finally:
         for server in servers.values():
             server.send_signal(signal.SIGTERM)
@@ -183,14 +244,14 @@ def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Pop
     environ = dict(os.environ) | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     both = ["--tensor-parallel-size", str(options.gpus)] if options.gpus > 1 else []
     if options.drafts:
-        drafts = {"method": "ngram", "num_speculative_tokens": options.drafts}
+        drafts = speculation(model, options.method, options.drafts)
         both += ["--speculative-config", json.dumps(drafts)]
     if side == "stock":
         words = ["-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         words += ["--served-model-name", "default", "--port", str(PORTS[side])]
         words += ["--gpu-memory-utilization", "0.4"]
         words += ["--kv-cache-memory-bytes", str(options.kv_bytes), "--max-model-len", "40960"]
-        if model.name == "hybrid2":  # vLLM's choice compiles for minutes at each start
+        if model.name in ("hybrid2", "mtp"):  # vLLM's choice compiles for minutes at each start
             words += ["--gdn-prefill-backend", "triton"]
         environ["VLLM_PLUGINS"] = ""
     else:
@@ -203,6 +264,7 @@ def start(side: str, model: Path, options: argparse.Namespace) -> subprocess.Pop
             "MAX_MODEL_LEN": "40960",
             "NIBBLE_KERNEL_ASSERTION": "warn",
         }
+        environ |= {"NIBBLE_STEP_GRAPH": "on"} if options.drafts else {}
     words += both
     log = (options.logs / f"{side}-{model.name}.log").open("wb")
     return subprocess.Popen(
@@ -288,7 +350,7 @@ async def arrivals(port: int, seconds: float) -> list[float]:
 
 
 async def first_token(session: Any, url: str, rng: random.Random) -> float:
-    body = body_of([rng.randrange(300, 3000) for _ in range(ARRIVAL_IN)], ARRIVAL_OUT)
+    body = body_of([rng.randrange(*PROMPT_TOKENS) for _ in range(ARRIVAL_IN)], ARRIVAL_OUT)
     began, first = time.perf_counter(), 0.0
     async with session.post(url, json=body) as response:
         response.raise_for_status()
@@ -323,7 +385,7 @@ async def load(port: int, streams: int, tokens: int) -> float:
 
 async def stream(session: Any, url: str, tokens: int, seed: int) -> float:
     rng = random.Random(seed + 1000 * tokens)
-    body = body_of([rng.randrange(300, 3000) for _ in range(TOKENS_IN)], tokens)
+    body = body_of([rng.randrange(*PROMPT_TOKENS) for _ in range(TOKENS_IN)], tokens)
     first = last = 0.0
     async with session.post(url, json=body) as response:
         response.raise_for_status()

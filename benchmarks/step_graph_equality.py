@@ -1,17 +1,22 @@
 """Answers with and without steps from CUDA graphs: tokens, log-probs and finish reasons.
 
     python benchmarks/step_graph_equality.py [--model FOLDER] [--requests 300] [--seed 0]
-        [--passes off off on on] [--seconds 600] [--gpus 2]
+        [--passes off off on on] [--seconds 600] [--gpus 2] [--drafts 3 --method eagle]
         [--out benchmarks/results/step_graph_equality.json]
 
 Needs a GPU. One engine gets the same requests several times: prompts of 1 to 1500 tokens, all
-samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, aborts, arrivals
-during decode, shared prefixes, and few cache blocks, so that requests are preempted. It takes
-requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path), `on`,
-or `inputs` (graphs without the sampler). What differs between two passes `off` is not the graphs'
-doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end. The
-order of nibble's kernel (`--linear-kernel`) is fixed. One engine, because two engines may tune
+samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, tool calls, aborts,
+arrivals during decode, shared prefixes, and few cache blocks, so that requests are preempted. It
+takes requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path),
+`on`, or `inputs` (graphs without the sampler). What differs between two passes `off` is not the
+graphs' doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end.
+The order of nibble's kernel (`--linear-kernel`) is fixed. One engine, because two engines may tune
 kernels differently. Also times a decode step for each number of streams.
+
+`--drafts` verifies drafts of an EAGLE or MTP head (benchmarks/host_floor.py writes such models).
+Without `--acceptance`, those of random weights are rejected. With it, vLLM accepts the first draft
+of a step with this probability, and each further one less often, by the requests' seeds. Kinds of
+sampling that vLLM refuses with drafts are left out.
 
 `--seconds` goes on with further seeds, each with other requests and another rhythm of arrivals,
 until the time is over or an answer differs.
@@ -26,6 +31,7 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +40,27 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 RESULT = ROOT / "benchmarks" / "results" / "step_graph_equality.json"
 STREAMS = (1, 8, 16, 32, 64)
 TIMED_STEPS, VOCABULARY = 300, 3000
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}}
+NOT_WITH_DRAFTS = ("bias", "min_p")  # vllm 0.32 sampling_params.py:1190
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+}
+# As vLLM asks for a tool call that is required, and for one that the model may choose.
+TOOL_CALLS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"enum": ["find"]}, "parameters": SCHEMA},
+        "required": ["name", "parameters"],
+    },
+}
+TOOL_TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<find>", "schema": SCHEMA, "end": "</find>"}],
+    "triggers": ["<find>"],
+}
 
 
 def main() -> int:
@@ -44,6 +70,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0, help="further seeds for so long")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--method", choices=("eagle", "mtp", "ngram"), default="eagle")
+    parser.add_argument("--acceptance", type=float)
     parser.add_argument("--linear-kernel", choices=("vllm", "nibble"), default="vllm")
     parser.add_argument("--passes", nargs="+", default=["off", "off", "on", "on"])
     parser.add_argument("--blocks", type=int, default=600, help="of the KV cache")
@@ -63,12 +92,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     engine = new_engine(options)
     path = PathOfSteps(engine)
-    passes, rows = compare_passes(engine, path, options.requests, options.seed, options.passes)
+    requests = Requests(vocabulary_of(options.model), has_drafts=options.drafts > 0)
+    first = requests.mixed(options.requests, options.seed)
+    passes, rows = compare_passes(engine, path, first, options.seed, options.passes)
     further, seed, end = [], options.seed, time.monotonic() + options.seconds
     while time.monotonic() < end and not any(row["different"] for row in further):
         seed += 1
         count = random.Random(seed).choice((20, 60, 120))
-        _, found = compare_passes(engine, path, count, seed, options.passes[:2])
+        others = requests.mixed(count, seed)
+        _, found = compare_passes(engine, path, others, seed, options.passes[:2])
         further += [{"seed": seed} | row for row in found]
     step_ms = []
     for mode in options.timing:
@@ -83,6 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "what": "tokens, log-probs, finish reasons and texts of passes, compared with the first",
         "model": options.model.name,
         "linear_kernel": options.linear_kernel,
+        "speculation": speculation_of(options),
         "seed": options.seed,
         "requests": options.requests,
         "machine": machine(),
@@ -96,10 +129,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_passes(
-    engine: Any, path: PathOfSteps, count: int, seed: int, modes: list[str]
+    engine: Any, path: PathOfSteps, requests: list[dict[str, Any]], seed: int, modes: list[str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The passes over `count` requests, and each one after the first compared with it."""
-    requests = mixed_requests(count, random.Random(seed))
+    """The passes over `requests`, and each one after the first compared with it."""
     kinds = {request["id"]: request["kind"] for request in requests}
     passes: list[dict[str, Any]] = []
     for mode in modes:
@@ -107,6 +139,7 @@ def compare_passes(
         began = time.monotonic()
         answers = ask_mixed(engine, requests)
         passes.append({"mode": mode, "answers": answers, "steps": path.counts()})
+        passes[-1]["tokens_of_drafts"] = path.accepted()
         passes[-1]["preemptions"] = path.preemptions()
         seconds, taken = time.monotonic() - began, passes[-1]
         print(f"seed {seed}, {mode}: {len(answers)} answers in {seconds:.1f} s", flush=True)
@@ -155,6 +188,7 @@ def new_engine(options: argparse.Namespace) -> Any:
         gpu_memory_utilization=0.3,
         disable_log_stats=True,
         seed=0,
+        speculative_config=speculation_of(options),
         # vLLM's choice of the second compiles for minutes at each start.
         additional_config={
             "nibble": {"step_graph": "on", "linear_kernel": options.linear_kernel},
@@ -164,6 +198,23 @@ def new_engine(options: argparse.Namespace) -> Any:
     return llm.llm_engine
 
 
+def speculation_of(options: argparse.Namespace) -> dict[str, Any] | None:
+    """vLLM's speculative_config."""
+    from host_floor import speculation
+
+    if not options.drafts:
+        return None
+    found = speculation(options.model, options.method, options.drafts)
+    if options.acceptance is not None:
+        rates = [options.acceptance**number for number in range(1, options.drafts + 1)]
+        found |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return found
+
+
+def vocabulary_of(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
 class PathOfSteps:
     """Chooses the path of an engine's steps, and counts."""
 
@@ -171,7 +222,7 @@ class PathOfSteps:
         core = engine.engine_core.engine_core
         self._engine = engine
         self._counted: dict[str, int] = {}
-        self._preempted = 0
+        self._preempted = self._accepted = 0
         # A grammar that is compiled in the background would delay its request by a random time.
         core.structured_output_manager._use_async_grammar_compilation = False
         preempt = core.scheduler._preempt_request
@@ -181,6 +232,14 @@ class PathOfSteps:
             return preempt(*arguments, **more)
 
         core.scheduler._preempt_request = counted
+        update = core.scheduler.update_from_output
+
+        def updated(scheduled: Any, output: Any) -> Any:
+            tokens = output.sampled_token_ids or ()
+            self._accepted += sum(max(len(found) - 1, 0) for found in tokens)
+            return update(scheduled, output)
+
+        core.scheduler.update_from_output = updated
 
     def take(self, mode: str) -> None:
         self._engine.collective_rpc(take_path, args=(mode,))
@@ -194,6 +253,11 @@ class PathOfSteps:
     def graph_bytes(self) -> list[dict[str, int]]:
         """What the graphs of each GPU have taken, their number, and the limit."""
         return self._engine.collective_rpc(graph_bytes)
+
+    def accepted(self) -> int:
+        """Accepted drafts since the last call."""
+        before, self._accepted = self._accepted, 0
+        return before
 
     def preemptions(self) -> int:
         """Since the last call."""
@@ -237,36 +301,49 @@ def graph_bytes(worker: Any) -> dict[str, int]:
     }
 
 
-def mixed_requests(count: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Requests with the step at which they arrive, and for some the tokens after which they are
-    aborted.
-    """
-    shared = [rng.randrange(300, VOCABULARY) for _ in range(700)]
-    kinds = sampling_kinds()
-    requests, step = [], 0
-    for number in range(count):
-        kind = rng.choice(sorted(kinds))
-        length = rng.choice((1, 2, 15, 16, 17, rng.randint(1, 200), rng.randint(200, 1500)))
-        ids = [rng.randrange(300, VOCABULARY) for _ in range(length)]
-        if rng.random() < 0.25:
-            ids = shared[: rng.randint(16, 700)] + ids[:100]
-        if rng.random() < 0.3:
-            step += rng.randint(1, 25)
-        most = max(rng.randint(1, 160), kinds[kind].get("min_tokens", 1))
-        requests.append(
-            {
-                "id": f"r{number}",
-                "kind": kind,
-                "prompt": ids,
-                "step": step,
-                "params": kinds[kind] | {"seed": number, "max_tokens": most},
-                "abort_after": rng.randint(1, 40) if rng.random() < 0.05 else None,
-            }
-        )
-    return requests
+@dataclass
+class Requests:
+    """Makes requests for a model with this vocabulary."""
+
+    vocabulary: int
+    has_drafts: bool = False
+
+    def token(self, rng: random.Random) -> int:
+        return rng.randrange(300, min(VOCABULARY, self.vocabulary))
+
+    def mixed(self, count: int, seed: int) -> list[dict[str, Any]]:
+        """Requests with the step at which they arrive, and for some the tokens after which they
+        are aborted.
+        """
+        rng = random.Random(seed)
+        shared = [self.token(rng) for _ in range(700)]
+        kinds = sampling_kinds(self.vocabulary)
+        for kind in NOT_WITH_DRAFTS if self.has_drafts else ():
+            del kinds[kind]
+        requests, step = [], 0
+        for number in range(count):
+            kind = rng.choice(sorted(kinds))
+            length = rng.choice((1, 2, 15, 16, 17, rng.randint(1, 200), rng.randint(200, 1500)))
+            ids = [self.token(rng) for _ in range(length)]
+            if rng.random() < 0.25:
+                ids = shared[: rng.randint(16, 700)] + ids[:100]
+            if rng.random() < 0.3:
+                step += rng.randint(1, 25)
+            most = max(rng.randint(1, 160), kinds[kind].get("min_tokens", 1))
+            requests.append(
+                {
+                    "id": f"r{number}",
+                    "kind": kind,
+                    "prompt": ids,
+                    "step": step,
+                    "params": kinds[kind] | {"seed": number, "max_tokens": most},
+                    "abort_after": rng.randint(1, 40) if rng.random() < 0.05 else None,
+                }
+            )
+        return requests
 
 
-def sampling_kinds() -> dict[str, dict[str, Any]]:
+def sampling_kinds(vocabulary: int) -> dict[str, dict[str, Any]]:
     return {
         "greedy": {"temperature": 0.0, "ignore_eos": True},
         "greedy_2": {"temperature": 0.0},
@@ -284,14 +361,19 @@ def sampling_kinds() -> dict[str, dict[str, Any]]:
         "bad_words": {"temperature": 0.0, "bad_words": ["a", " the", "one two"]},
         "stop_ids": {
             "temperature": 1.0,
-            "allowed_token_ids": list(range(300, 1200)),
+            "allowed_token_ids": list(range(300, min(1200, vocabulary))),
             "stop_token_ids": list(range(300, 420)),
             "min_tokens": 5,
         },
         "stop_string": {"temperature": 1.0, "stop": ["e", "xyz"], "min_tokens": 2},
         "four": {"temperature": 0.9, "n": 4},
         "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 2},
-        "json": {"temperature": 0.8, "structured_outputs": SCHEMA | {"required": ["a", "b"]}},
+        "json": {"temperature": 0.8, "structured_outputs": {"json": SCHEMA}},
+        "tool_required": {"temperature": 0.8, "structured_outputs": {"json": TOOL_CALLS}},
+        "tool_chosen": {
+            "temperature": 1.0,
+            "structured_outputs": {"structural_tag": json.dumps(TOOL_TAGS)},
+        },
     }
 
 
@@ -306,8 +388,8 @@ def ask_mixed(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
         while waiting and waiting[0]["step"] <= step:
             request = waiting.pop(0)
             given = dict(request["params"])
-            if schema := given.pop("structured_outputs", None):
-                given["structured_outputs"] = StructuredOutputsParams(json=schema)
+            if rules := given.pop("structured_outputs", None):
+                given["structured_outputs"] = StructuredOutputsParams(**rules)
             params = SamplingParams(**given)
             engine.add_request(request["id"], {"prompt_token_ids": request["prompt"]}, params)
             if request["abort_after"]:
@@ -373,6 +455,8 @@ def replay_time(worker: Any) -> float:
         for _ in range(count):
             runner._graphs.run_model(batch.size)
             runner._graphs.sample(batch.size, batch.sampling)
+            if batch.size.drafting is not None:
+                runner._graphs.draft(batch.size)
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / count)
@@ -384,7 +468,7 @@ def begin_streams(engine: Any, streams: int, name: str) -> float:
 
     rng = random.Random(name)
     for number in range(streams):
-        ids = [rng.randrange(300, VOCABULARY) for _ in range(16)]
+        ids = [rng.randrange(300, 1000) for _ in range(16)]
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=TIMED_STEPS)
         engine.add_request(f"{name}-{number}", {"prompt_token_ids": ids}, params)
     return time.perf_counter()

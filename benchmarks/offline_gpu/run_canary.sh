@@ -4,7 +4,7 @@ set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 cores=$(nproc)
-taskset -p -c "$((cores * 5 / 8))-$((cores * 6 / 8 - 1))" $$
+[[ -n ${LANE_GPU:-} ]] || taskset -p -c "$((cores * 5 / 8))-$((cores * 6 / 8 - 1))" $$
 export CUDA_VISIBLE_DEVICES=${LANE_GPU:-$((gpus > 1))} GPU_MEMORY_UTIL=0.2 NIBBLE_KV_CACHE_BYTES=$((2 << 30)) VLLM_NO_USAGE_STATS=1
 export OMP_NUM_THREADS=4
 ask() {

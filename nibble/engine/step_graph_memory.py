@@ -21,11 +21,11 @@ GRAPHS_BYTES = 192 * MIB  # CUDA's own data of all graphs
 Action = Literal["capture", "release", "stop"]
 
 
-def step_graph_bytes(requests: int | None, vocabulary: int | None) -> int:
+def step_graph_bytes(requests: int | None, vocabulary: int | None, drafts: int = 0) -> int:
     """The most that the graphs of an engine may take. `requests` run at a time at most; unknown
-    values count as common ones.
+    values count as common ones. Each drafted token has its own logits.
     """
-    rows = min(requests or MOST_REQUESTS, MOST_REQUESTS)
+    rows = min(requests or MOST_REQUESTS, MOST_REQUESTS) * (1 + drafts)
     return rows * (vocabulary or 1 << 17) * BYTES_PER_LOGIT + GRAPHS_BYTES
 
 

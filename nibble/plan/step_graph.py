@@ -36,7 +36,6 @@ _OBSTACLES = {
     "--kv-transfer-config": "with a KV connector",
     "--ec-transfer-config": "with an encoder connector",
     "--enable-eplb": "with balanced experts",
-    **dict.fromkeys(SPECULATIVE, "with speculative decoding"),
 }
 _SEVERAL = {
     "--tensor-parallel-size": "tensor parallelism",
@@ -91,7 +90,15 @@ def planned_bytes(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> 
     if asked(values).get("step_graph") != "on":
         return 0
     sequences = values.get("--max-num-seqs")
-    return step_graph_bytes(int(sequences) if sequences else None, _vocabulary(checkpoint))
+    requests = int(sequences) if sequences else None
+    return step_graph_bytes(requests, _vocabulary(checkpoint), _drafts(values))
+
+
+def _drafts(args: Mapping[str, Any]) -> int:
+    """How many tokens are drafted in a step, as far as the flags say it."""
+    config = args.get("--speculative-config")
+    nested = config.get("num_speculative_tokens") if isinstance(config, Mapping) else None
+    return int(nested or args.get("--spec-tokens") or 0)
 
 
 def _vocabulary(checkpoint: Checkpoint | None) -> int | None:
@@ -109,6 +116,8 @@ def _obstacle(target: str, args: Mapping[str, Any]) -> str:
     for flag, what in _OBSTACLES.items():
         if args.get(flag) not in (None, False):
             return f"vLLM's path runs all steps {what}"
+    if any(args.get(flag) not in (None, False) for flag in SPECULATIVE):
+        return "steps from graphs are not tested with speculative decoding"
     for flag, what in _SEVERAL.items():
         if int(args.get(flag) or 1) > 1:
             return f"steps from graphs are not tested with {what}"

@@ -101,6 +101,43 @@ def test_anything_else_is_refused_with_its_reason(reason: str, changed: dict[str
     assert STEP_REASONS[reason] == "vllm"
 
 
+DRAFTS = {
+    "num_scheduled_tokens": {"a": 4, "b": 4},
+    "total_num_scheduled_tokens": 8,
+    "scheduled_spec_decode_tokens": {"a": [-1] * 3, "b": [-1] * 3},
+    "num_spec_tokens_to_schedule": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "changed"),
+    [
+        (STEADY, {}),
+        (STEADY, {"finished_req_ids": {"c"}}),
+        # Fewer drafts, or none: of one request, of all, or in the next step.
+        ("drafts", {"scheduled_spec_decode_tokens": {"a": [-1] * 3, "b": [-1] * 2}}),
+        ("drafts", {"scheduled_spec_decode_tokens": {"a": [-1] * 3}}),
+        ("drafts", {"scheduled_spec_decode_tokens": {}, "total_num_scheduled_tokens": 2}),
+        ("drafts", {"num_spec_tokens_to_schedule": 2}),
+        # The prompt of b is as long as a token and its drafts.
+        ("drafts", {"scheduled_spec_decode_tokens": {"a": [-1] * 3, "b": []}}),
+        (
+            "prefill",
+            {
+                "num_scheduled_tokens": {"a": 4, "b": 9},
+                "scheduled_spec_decode_tokens": {"a": [-1] * 3},
+                "total_num_scheduled_tokens": 13,
+            },
+        ),
+        ("grammar", {"has_structured_output_requests": True}),
+    ],
+)
+def test_with_drafts_each_request_has_as_many(reason: str, changed: dict[str, Any]) -> None:
+    assert refusal_of_schedule(schedule(**DRAFTS | changed), 3) == reason
+    assert refusal_of_schedule(schedule(**DRAFTS), 2) == "drafts"
+    assert refusal_of_schedule(schedule(**DRAFTS)) == "drafts"
+
+
 def test_the_last_token_of_a_prompt_is_no_decode_step() -> None:
     prompt = np.array([8, 5], dtype=np.int32)
     assert is_prefilling(np.array([7, 9], dtype=np.int32), prompt)
@@ -289,7 +326,7 @@ def test_hopper_has_steps_from_graphs_and_the_plan_says_why(model: Path) -> None
     [
         (("--enforce-eager",), "vLLM's path runs all steps without CUDA graphs"),
         (("--enable-lora",), "vLLM's path runs all steps with adapters"),
-        (("--spec-method", "mtp"), "vLLM's path runs all steps with speculative decoding"),
+        (("--spec-method", "mtp"), "not tested with speculative decoding"),
         (("--tensor-parallel-size", "2"), "not tested with tensor parallelism"),
         (("--pipeline-parallel-size", "2"), "not tested with pipeline parallelism"),
         (("--data-parallel-size", "2"), "not tested with data parallelism"),
@@ -345,12 +382,17 @@ def test_the_plan_reserves_what_the_graphs_may_take(model: Path) -> None:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     assert graphs("--max-num-seqs", "8") - without == step_graph_bytes(8, vocabulary)
     assert graphs() - without == step_graph_bytes(None, vocabulary)
+    drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
+    with_drafts = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "on")
+    without = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "off")
+    assert with_drafts - without == step_graph_bytes(8, vocabulary, 3)
     assert graphs("--enforce-eager") == 0
 
 
 def test_graph_memory_grows_with_requests_and_vocabulary_up_to_a_limit() -> None:
     assert step_graph_bytes(8, 1000) < step_graph_bytes(9, 1000) < step_graph_bytes(9, 2000)
     assert step_graph_bytes(1024, 1000) == step_graph_bytes(MOST_REQUESTS, 1000)
+    assert step_graph_bytes(8, 1000, drafts=3) == step_graph_bytes(32, 1000)
     assert step_graph_bytes(None, None) < 1 << 30
 
 

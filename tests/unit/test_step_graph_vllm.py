@@ -104,9 +104,11 @@ class Graphs:
     def _send(self, rows: list[Any]) -> None:
         self.calls.append(("blocks", rows))
 
-    def run_model(self, size: Any) -> str:
+    def run_model(self, size: Any) -> None:
         self.calls.append(("model", size.n))
-        return "hidden states"
+
+    def hidden_states(self, size: Any) -> tuple[str, list[str]]:
+        return "hidden states", ["of another layer"]
 
 
 @pytest.fixture
@@ -116,7 +118,8 @@ def runner() -> Any:
     made: Any = StepGraphRunner.__new__(StepGraphRunner)
     made._graphs, made._batch, made._to_sample = Graphs(), None, None
     made._has_failed, made._seen, made._tables = False, {1, 2}, tables()
-    made.sampler = SimpleNamespace(get_logprobs_dims=lambda slots: None)
+    made.num_speculative_steps = 0
+    made.sampler = SimpleNamespace(get_logprobs_dims=lambda slots, include_token_ids: None)
     made.observability_config = SimpleNamespace(cudagraph_metrics=False)
     made.finished = []
     made.finish_requests = lambda output: made.finished.append(output.finished_req_ids)
@@ -128,9 +131,15 @@ def runner() -> Any:
     return made
 
 
-def step(ids: str = "ab", computed: int = 7, blocks: Any = None, **more: Any) -> Any:
+def step(
+    ids: str = "ab", computed: int = 7, blocks: Any = None, drafts: int = 0, **more: Any
+) -> Any:
     output = schedule(
-        num_scheduled_tokens=dict.fromkeys(ids, 1), total_num_scheduled_tokens=len(ids), **more
+        num_scheduled_tokens=dict.fromkeys(ids, 1 + drafts),
+        total_num_scheduled_tokens=len(ids) * (1 + drafts),
+        scheduled_spec_decode_tokens={one: [-1] * drafts for one in ids} if drafts else {},
+        num_spec_tokens_to_schedule=drafts,
+        **more,
     )
     output.scheduled_cached_reqs = SimpleNamespace(
         req_ids=list(ids),
@@ -162,6 +171,23 @@ def test_slots_are_sent_for_a_new_batch_and_blocks_when_there_are_some(runner: A
     assert runner._run_graphs(step("b", finished_req_ids={"a"})) == ""
     assert runner._graphs.calls[-2:] == [("slots", [1], ["b"]), ("model", 1)]
     assert runner.finished[-1] == {"a"}
+
+
+def test_with_drafts_a_step_of_as_many_for_each_request_runs_from_graphs(runner: Any) -> None:
+    runner.num_speculative_steps, asked = 3, []
+    runner.sampler.get_logprobs_dims = lambda slots, include_token_ids: asked.append(
+        include_token_ids
+    )
+    assert runner._run_graphs(step()) == "drafts"
+    assert runner._run_graphs(step(drafts=2)) == "drafts"
+    assert runner._run_graphs(step(drafts=3)) == "new_sampling"
+    left = runner.execute_model_state
+    assert left.aux_hidden_states == ["of another layer"]
+    assert left.num_spec_tokens_to_schedule == 3
+    # All drafts were rejected, so vLLM's scheduler goes back.
+    assert runner._run_graphs(step(drafts=3, computed=8)) == ""
+    assert runner.req_states.num_computed_tokens_np.tolist() == [0, 8, 0, 0, 8, 0]
+    assert asked == [False]
 
 
 def test_a_step_that_is_refused_changes_nothing(runner: Any) -> None:
@@ -231,6 +257,8 @@ def test_vllms_kv_cache_leaves_memory_for_the_graphs(
     monkeypatch.setattr(GPUModelRunner, "profile_cudagraph_memory", lambda self: 1000)
     runner.max_num_reqs, runner.vocab_size, runner._is_asked = 8, 512, True
     assert runner.profile_cudagraph_memory() == 1000 + step_graph_bytes(8, 512)
+    runner.num_speculative_steps = 3
+    assert runner.profile_cudagraph_memory() == 1000 + step_graph_bytes(32, 512)
     runner._is_asked = False
     assert runner.profile_cudagraph_memory() == 1000
 
@@ -262,6 +290,8 @@ def an_engine(**changed: Any) -> Any:
         vllm_config=SimpleNamespace(ec_transfer_config=None),
         sampler=sampler,
         num_speculative_steps=0,
+        adaptive_verification=None,
+        rejection_sampler=None,
         use_dcp=False,
         uses_inputs_embeds=False,
         is_pooling_model=False,
@@ -284,11 +314,11 @@ def hybrid_state(recoverssm: Any) -> Any:
     return state
 
 
-def linear_attention(uses_drafts: bool) -> Any:
+def linear_attention(has_graphs: bool) -> Any:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
     builder: Any = GDNAttentionMetadataBuilder.__new__(GDNAttentionMetadataBuilder)
-    builder.use_full_cuda_graph, builder.use_spec_decode = True, uses_drafts
+    builder.use_full_cuda_graph = has_graphs
     return [[SimpleNamespace(get_metadata_builder=lambda lane: builder)]]
 
 
@@ -306,12 +336,59 @@ def test_an_engine_qualifies_or_is_refused_by_name() -> None:
     assert refusal(parallel_config__enable_eplb=True) == "balanced experts"
     assert refusal(use_dcp=True) == "context parallelism"
     assert refusal(batch_sharder=object()) == "sampling divided over GPUs"
-    assert refusal(num_speculative_steps=2) == "speculative decoding"
+    assert refusal(num_speculative_steps=2) == "another kind of speculative decoding"
     assert refusal(lora_config=object()) == "adapters"
     assert refusal(model_state=hybrid_state(None), kv_block_zeroer=object()) == STEADY
     assert refusal(model_state=hybrid_state(object())) == "a model with other state"
-    assert refusal(attn_groups=linear_attention(uses_drafts=False)) == STEADY
-    assert refusal(attn_groups=linear_attention(uses_drafts=True)) == "another attention backend"
+    assert refusal(attn_groups=linear_attention(has_graphs=True)) == STEADY
+    assert refusal(attn_groups=linear_attention(has_graphs=False)) == "another attention backend"
+
+
+def drafting(**changed: Any) -> dict[str, Any]:
+    """What an engine with MTP has, but for `changed`."""
+    from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    kind: Any = changed.pop("kind", MTPSpeculator)
+    speculator = kind.__new__(kind)
+    speculator.acceptance_estimator = speculator.draft_watermarker = None
+    speculator.supports_decode_metadata_update, speculator.attn_groups = True, []
+    rejection: Any = RejectionSampler.__new__(RejectionSampler)
+    rejection.watermark_key = None
+    config = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False)
+    of_speculator = {name[3:]: changed.pop(name) for name in list(changed) if name[:3] == "of_"}
+    vars(speculator).update(of_speculator)
+    return {
+        "speculator": speculator,
+        "num_speculative_steps": 2,
+        "decode_query_len": 3,
+        "speculative_config": config,
+        "rejection_sampler": rejection,
+    } | changed
+
+
+def test_an_engine_that_drafts_qualifies_if_its_drafter_is_known() -> None:
+    from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
+
+    from nibble.engine.plugin.step_graph.facts import engine_facts
+    from nibble.engine.plugin.step_graph.qualify import STEADY, refusal_of_engine
+
+    def refusal(**changed: Any) -> str:
+        return refusal_of_engine(engine_facts(an_engine(**drafting(**changed))))
+
+    assert refusal() == STEADY
+    one = {"num_speculative_steps": 1, "decode_query_len": 2}
+    assert refusal(**one, of_supports_decode_metadata_update=False) == STEADY
+    for changed in (
+        {"of_supports_decode_metadata_update": False},
+        {"of_share_mtp_topk_indices": True},
+        {"of_attn_groups": linear_attention(has_graphs=False)},
+        {"kind": MultiModuleMTPSpeculator},
+        {"adaptive_verification": object()},
+        {"rejection_sampler": None},
+        {"decode_query_len": 2},
+    ):
+        assert refusal(**changed) == "another kind of speculative decoding", changed
 
 
 # --- the scheduler's shortcut ---------------------------------------------------------------------
@@ -346,9 +423,10 @@ def content(manager: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool) -> None:
+def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool, drafts: int) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -374,7 +452,7 @@ def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool) -> None:
         for pair in list(running):
             # A step is scheduled before the token of the step before it is known.
             given = [
-                manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+                manager.allocate_slots(request, 1 + drafts, num_lookahead_tokens=drafts)
                 for manager, request in zip(both, pair, strict=True)
             ]
             ids = [one.get_block_ids() if one is not None else None for one in given]
@@ -385,13 +463,13 @@ def test_the_shortcut_leaves_the_same_blocks(seed: int, caching: bool) -> None:
                 running.remove(pair)
                 continue
             skipped += not any(ids[0] or ())
-            token = rng.randrange(3)
+            tokens = [rng.randrange(3) for _ in range(rng.randint(1, 1 + drafts))]
             for manager, request in zip(both, pair, strict=True):
-                request.num_computed_tokens += 1
-                request.append_output_token_ids(token)
+                request.num_computed_tokens += len(tokens)  # without rejected drafts
+                request.append_output_token_ids(tokens)
                 manager.cache_blocks(request, request.num_computed_tokens)
         assert content(both[0]) == content(both[1])
-    assert skipped > 500
+    assert skipped > (500 if not drafts else 100)
 
 
 def test_other_caches_keep_vllms_bookkeeping() -> None:

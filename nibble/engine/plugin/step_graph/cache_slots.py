@@ -1,8 +1,8 @@
 """Skips the bookkeeping of cache blocks for a decode step that changes none.
 
-For each token of each request, vLLM's scheduler asks how many blocks to free, allocate and cache
+For each step of each request, vLLM's scheduler asks how many blocks to free, allocate and cache
 (vllm 0.32 v1/core/kv_cache_manager.py:375). With one group of full attention, the answer is none
-unless the token is the first of a block or the block before it is now full.
+unless the step's tokens, or those that a drafter adds, begin a block, or fill one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
-_NO_LOOKAHEAD = {"num_lookahead_tokens": 0}
+_LOOKAHEAD = frozenset({"num_lookahead_tokens"})
 
 
 def skip_unchanged_blocks(manager: KVCacheManager) -> bool:
@@ -43,17 +43,17 @@ def skip_unchanged_blocks(manager: KVCacheManager) -> bool:
 
     def allocate_slots(request: Any, num_new_tokens: int, *arguments: Any, **options: Any) -> Any:
         if (
-            num_new_tokens == 1
+            num_new_tokens > 0
             and not arguments
-            and (not options or options == _NO_LOOKAHEAD)
+            and _LOOKAHEAD.issuperset(options)
             and request.status == RequestStatus.RUNNING
         ):
-            name, tokens = request.request_id, request.num_computed_tokens + 1
-            held = of_request.get(name)
+            name, tokens = request.request_id, request.num_computed_tokens + num_new_tokens
+            held, most = of_request.get(name), tokens + options.get("num_lookahead_tokens", 0)
             if (
                 held
-                and tokens <= limit
-                and tokens <= len(held) * size
+                and most <= limit
+                and most <= len(held) * size
                 and name not in partial
                 and is_cached(name, min(tokens, request.num_tokens))
             ):

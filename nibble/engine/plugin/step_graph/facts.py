@@ -11,6 +11,9 @@ from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from nibble.engine.plugin.attention.backend import CutePagedMetadataBuilder
 from nibble.engine.plugin.step_graph.qualify import SamplerTables
@@ -28,7 +31,7 @@ def engine_facts(runner: Any) -> dict[str, bool]:
         "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
         "sampling divided over GPUs": runner.batch_sharder is not None,
         "balanced experts": parallel.enable_eplb,
-        "speculative decoding": runner.speculator is not None or runner.num_speculative_steps > 0,
+        "another kind of speculative decoding": not _drafts_as_expected(runner),
         "adapters": runner.lora_config is not None,
         "inputs as embeddings": runner.uses_inputs_embeds,
         "a pooling model": runner.is_pooling_model,
@@ -46,12 +49,39 @@ def engine_facts(runner: Any) -> dict[str, bool]:
         or sampler.compute_nans
         or sampler.use_xpu_sampler,
         "no CUDA graph of the model": not runner.cudagraph_manager.graphs,
-        "another attention backend": not all(
-            _is_planned_on_device(group.get_metadata_builder(0))
-            for groups in runner.attn_groups
-            for group in groups
-        ),
+        "another attention backend": not _are_planned_on_device(runner.attn_groups),
     }
+
+
+def _drafts_as_expected(runner: Any) -> bool:
+    """Whether the engine drafts nothing, or drafts.py knows how it drafts, and the drafter's graphs
+    prepare each of its tokens after the first on the device.
+    """
+    speculator, drafts, rejection = (
+        runner.speculator, runner.num_speculative_steps, runner.rejection_sampler,
+    )  # fmt: skip
+    if speculator is None or not drafts:
+        return speculator is None and not drafts
+    if type(speculator) not in (EagleSpeculator, MTPSpeculator):
+        return False
+    return (
+        runner.decode_query_len == drafts + 1
+        and not runner.speculative_config.uses_dynamic_speculative_decoding()
+        and runner.adaptive_verification is None
+        and type(rejection) is RejectionSampler
+        and rejection.watermark_key is None
+        and speculator.acceptance_estimator is None
+        and speculator.draft_watermarker is None
+        and not getattr(speculator, "share_mtp_topk_indices", False)
+        and (drafts == 1 or speculator.supports_decode_metadata_update)
+        and _are_planned_on_device(speculator.attn_groups)
+    )
+
+
+def _are_planned_on_device(groups: Any) -> bool:
+    return all(
+        _is_planned_on_device(one.get_metadata_builder(0)) for group in groups for one in group
+    )
 
 
 def _has_state_on_device(state: Any) -> bool:
@@ -69,7 +99,7 @@ def _is_planned_on_device(builder: Any) -> bool:
     if type(builder) is TritonAttentionMetadataBuilder:
         return True
     if type(builder) is GDNAttentionMetadataBuilder:
-        return builder.use_full_cuda_graph and not builder.use_spec_decode
+        return builder.use_full_cuda_graph
     if type(builder) is CutePagedMetadataBuilder:
         if not builder.plans_on_host:
             return True
@@ -78,8 +108,11 @@ def _is_planned_on_device(builder: Any) -> bool:
     return not builder.aot_schedule or builder.aot_sliding_window in (None, (-1, -1))
 
 
-def sampler_tables(sampler: Any) -> SamplerTables:
-    """The sampler's host tables. They are written in place (vllm 0.32 sample/states.py:45)."""
+def sampler_tables(sampler: Any, *, has_drafts: bool) -> SamplerTables:
+    """The sampler's host tables. They are written in place (vllm 0.32 sample/states.py:45).
+
+    FlashInfer's sampler does not verify drafts.
+    """
     states, thinking = sampler.sampling_states, sampler.thinking_budget_state
     bias, penalties, bad_words = sampler.logits_processors
     return SamplerTables(
@@ -95,6 +128,6 @@ def sampler_tables(sampler: Any) -> SamplerTables:
         seeds_set=states.seeds_set,
         vocabulary=states.vocab_size,
         thinking=thinking.use_thinking_budget if thinking.enabled else None,
-        has_fused_sampler=sampler.use_flashinfer,
+        has_fused_sampler=sampler.use_flashinfer and not has_drafts,
         processed_logprobs=sampler.logprobs_mode.startswith("processed"),
     )

@@ -1,4 +1,4 @@
-"""CUDA graphs of what surrounds the model in a decode step: its inputs, and sampling.
+"""CUDA graphs of what surrounds the model in a decode step: its inputs, sampling, and drafting.
 
 vLLM captures the model alone (vllm 0.32 v1/worker/gpu/cudagraph_utils.py:381). The functions that
 are captured here are vLLM's, with the tensors of one batch size at fixed addresses. They launch
@@ -7,24 +7,28 @@ what they launch in a step of vLLM, so the results are equal bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import vllm.envs as envs
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends import gdn_attn
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.input_batch import (
     InputBatch,
     combine_sampled_and_draft_tokens,
+    expand_idx_mapping,
     prepare_pos_seq_lens,
 )
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from nibble.engine.plugin.step_graph.changes import BlockChanges, PinnedRing
+from nibble.engine.plugin.step_graph.drafts import Drafter, DraftGraphs
 from nibble.engine.plugin.step_graph.qualify import Sampling
 from nibble.engine.step_graph_memory import action_before_capture, step_graph_bytes
 
@@ -32,14 +36,23 @@ Result = TypeVar("Result")
 _USES_BEFORE_CAPTURE = 3
 
 
+class Sampled(NamedTuple):
+    """What a graph sampled. `tokens` has a row for each request: its token, or with drafts the
+    tokens up to the first rejected one, others, and last their number.
+    """
+
+    tokens: torch.Tensor
+    output: SamplerOutput
+
+
 @dataclass
 class CapturedSampler:
-    """A graph that samples; `output` are its tensors. `held` keeps buffers that vLLM may replace by
-    larger ones, which the graph still reads.
+    """A graph that samples. `held` keeps buffers that vLLM may replace by larger ones, which the
+    graph still reads.
     """
 
     graph: torch.cuda.CUDAGraph
-    output: SamplerOutput
+    sampled: Sampled
     held: list[Any]
 
 
@@ -50,6 +63,8 @@ class BatchSize:
     desc: Any  # of the model's graph
     batch: InputBatch
     starts: torch.Tensor  # where each request's tokens start, padded
+    is_request: torch.Tensor  # rather than padding
+    drafting: DraftGraphs | None
     inputs: torch.cuda.CUDAGraph | None = None
     samplers: dict[Sampling, CapturedSampler] = field(default_factory=dict)
     uses: dict[Sampling, int] = field(default_factory=dict)  # before the capture
@@ -61,12 +76,14 @@ class StepGraphs:
     def __init__(self, runner: Any, depth: int) -> None:
         self._runner = runner
         slots, self._device = runner.max_num_reqs, runner.device
+        self._drafts = runner.num_speculative_steps
+        self.drafter = Drafter(runner) if self._drafts else None
         self._slots = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._ring = PinnedRing(slots, torch.int64, depth)
         self.changes = BlockChanges(runner.block_tables, depth)
         self._stream = torch.cuda.Stream(self._device)
         self._pool, self._sampler_pool = (torch.cuda.graph_pool_handle() for _ in range(2))
-        self.limit_bytes = step_graph_bytes(slots, runner.vocab_size)
+        self.limit_bytes = step_graph_bytes(slots, runner.vocab_size, self._drafts)
         self.inputs_bytes = self.samplers_bytes = 0  # taken by the graphs
         self.sizes: dict[int, BatchSize | None] = {}
         self.changes.apply()  # compiles the kernel
@@ -75,11 +92,20 @@ class StepGraphs:
     def size(self, requests: int) -> BatchSize | None:
         """None if the model has no graph for this number of requests."""
         if requests not in self.sizes:
-            desc = self._runner.cudagraph_manager.dispatch(requests, requests, 1, 0, 1)
-            graphs = self._runner.cudagraph_manager.graphs
-            is_whole = desc.cg_mode == CUDAGraphMode.FULL and desc in graphs
-            self.sizes[requests] = self._new_size(requests, desc) if is_whole else None
+            self.sizes[requests] = self._found_size(requests)
         return self.sizes[requests]
+
+    def _found_size(self, requests: int) -> BatchSize | None:
+        manager, each = self._runner.cudagraph_manager, 1 + self._drafts
+        desc = manager.dispatch(requests, requests * each, each, 0, each)
+        if desc.cg_mode != CUDAGraphMode.FULL or desc not in manager.graphs:
+            return None
+        drafting = None
+        if self.drafter is not None:
+            drafting = self.drafter.graphs(requests, desc.num_tokens)
+            if drafting is None:
+                return None
+        return self._new_size(requests, desc, drafting)
 
     def send_slots(self, size: BatchSize, slots: np.ndarray, ids: list[str]) -> None:
         """Make a batch of the requests `ids` in these slots."""
@@ -89,15 +115,25 @@ class StepGraphs:
         size.batch.req_ids, size.batch.idx_mapping_np = ids, slots
 
     def capture_inputs(self, size: BatchSize) -> bool:
-        """Capture the inputs of a batch size, once. Changes nothing else. False without memory for
-        them.
+        """Capture the inputs of a batch size, once, and what lies between the drafter's graphs.
+        Changes nothing else. False without memory for them.
         """
-        if size.inputs is None:
-            if self.inputs_bytes >= self.limit_bytes:
-                return False
-            size.inputs, _, taken = self._captured(lambda: self._prepare(size), self._pool)
-            self.inputs_bytes += taken
+        if size.inputs is not None:
+            return True
+        if self.inputs_bytes >= self.limit_bytes:
+            return False
+        drafter, drafting, batch = self.drafter, size.drafting, size.batch
+        if drafter is not None and drafting is not None:
+            drafting.after = self._captured_part(lambda: drafter.keep(batch))
+            if drafting.others is not None:
+                drafting.between = self._captured_part(lambda: drafter.prepare_others(batch))
+        size.inputs = self._captured_part(lambda: self._prepare(size))
         return True
+
+    def _captured_part(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph, _, taken = self._captured(work, self._pool)
+        self.inputs_bytes += taken
+        return graph
 
     def is_rare(self, size: BatchSize, sampling: Sampling) -> bool:
         """Whether a capture does not pay yet: it takes about as long as four steps."""
@@ -118,9 +154,9 @@ class StepGraphs:
             return False
         if action == "release":
             self._release_samplers(sizes)
-        graph, output, taken = self._captured(lambda: self._sample(size), self._sampler_pool)
+        graph, sampled, taken = self._captured(lambda: self._sample(size), self._sampler_pool)
         self.samplers_bytes += taken
-        size.samplers[sampling] = CapturedSampler(graph, output, _replaceable_buffers())
+        size.samplers[sampling] = CapturedSampler(graph, sampled, _replaceable_buffers())
         return True
 
     def _release_samplers(self, sizes: list[BatchSize]) -> None:
@@ -130,22 +166,36 @@ class StepGraphs:
         self._sampler_pool, self.samplers_bytes = torch.cuda.graph_pool_handle(), 0
         torch.cuda.empty_cache()
 
-    def run_model(self, size: BatchSize) -> torch.Tensor:
-        """Prepare the inputs and run the model. Returns the hidden states."""
+    def run_model(self, size: BatchSize) -> None:
+        """Prepare the inputs and run the model."""
         assert size.inputs is not None
         size.inputs.replay()
-        return self._runner.cudagraph_manager.run_fullgraph(size.desc)
+        self._runner.cudagraph_manager.run_fullgraph(size.desc)
 
-    def sample(self, size: BatchSize, sampling: Sampling) -> SamplerOutput:
+    def hidden_states(self, size: BatchSize) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What the model computed last: of its last layer, and of others if the drafter reads
+        them.
+        """
+        manager, tokens = self._runner.cudagraph_manager, size.desc.num_tokens
+        others = manager.aux_hidden_states if manager.use_aux_hidden_state_outputs else []
+        return manager.hidden_states[:tokens], [one[:tokens] for one in others]
+
+    def sample(self, size: BatchSize, sampling: Sampling) -> Sampled:
         """Sample, and advance the requests' state. The tensors are valid until the next step."""
         captured = size.samplers[sampling]
         captured.graph.replay()
-        return captured.output
+        return captured.sampled
 
-    def _new_size(self, requests: int, desc: Any) -> BatchSize:
-        runner, device = self._runner, self._device
-        buffers, padded = runner.input_buffers, desc.num_reqs
-        starts = np.minimum(np.arange(runner.max_num_reqs + 1, dtype=np.int32), requests)
+    def draft(self, size: BatchSize) -> None:
+        """Draft tokens for the next step, after `sample`."""
+        assert self.drafter is not None and size.drafting is not None
+        self.drafter.run(size.drafting)
+
+    def _new_size(self, requests: int, desc: Any, drafting: DraftGraphs | None) -> BatchSize:
+        runner, device, drafts = self._runner, self._device, self._drafts
+        buffers, padded, each = runner.input_buffers, desc.num_reqs, 1 + drafts
+        tokens = requests * each
+        starts = each * np.minimum(np.arange(runner.max_num_reqs + 1, dtype=np.int32), requests)
         slots = self._slots[:requests]
         batch = InputBatch(
             req_ids=[],
@@ -155,11 +205,11 @@ class StepGraphs:
             idx_mapping_np=np.zeros(requests, dtype=np.intp),
             expanded_idx_mapping=slots,
             expanded_local_pos=torch.zeros(requests, dtype=torch.int32, device=device),
-            num_scheduled_tokens=np.ones(requests, dtype=np.int32),
-            num_tokens=requests,
+            num_scheduled_tokens=np.full(requests, each, dtype=np.int32),
+            num_tokens=tokens,
             num_tokens_after_padding=desc.num_tokens,
-            num_draft_tokens=0,
-            num_draft_tokens_per_req=None,
+            num_draft_tokens=requests * drafts,
+            num_draft_tokens_per_req=np.full(requests, drafts, dtype=np.int32) if drafts else None,
             query_start_loc=buffers.query_start_loc[: padded + 1],
             query_start_loc_np=starts[: padded + 1],
             seq_lens=buffers.seq_lens[:padded],
@@ -175,16 +225,21 @@ class StepGraphs:
             input_ids=buffers.input_ids[: desc.num_tokens],
             positions=buffers.positions[: desc.num_tokens],
             is_padding=buffers.is_padding[: desc.num_tokens],
-            logits_indices=torch.arange(requests, dtype=torch.int64, device=device),
-            cu_num_logits=torch.arange(requests + 1, dtype=torch.int32, device=device),
-            cu_num_logits_np=np.arange(requests + 1, dtype=np.int32),
+            logits_indices=torch.arange(tokens, dtype=torch.int64, device=device),
+            cu_num_logits=torch.from_numpy(starts[: requests + 1]).to(device),
+            cu_num_logits_np=starts[: requests + 1],
             has_structured_output_reqs=False,
             prompt_lens=None,
         )
-        return BatchSize(desc, batch, torch.from_numpy(starts).to(device))
+        is_request = torch.arange(padded) < requests
+        return BatchSize(
+            desc, batch, torch.from_numpy(starts).to(device), is_request.to(device), drafting
+        )
 
     def _prepare(self, size: BatchSize) -> None:
-        """GPUModelRunner.prepare_inputs and the rest up to the model, for one token a request."""
+        """GPUModelRunner.prepare_inputs and the rest up to the model, for the same number of tokens
+        a request.
+        """
         runner, batch = self._runner, size.batch
         buffers, states = runner.input_buffers, runner.req_states
         self.changes.apply()
@@ -192,6 +247,10 @@ class StepGraphs:
             batch.is_padding[: batch.num_tokens].fill_(False)
             batch.is_padding[batch.num_tokens :].fill_(True)
         buffers.query_start_loc.copy_(size.starts)
+        if self._drafts:
+            batch.expanded_idx_mapping, batch.expanded_local_pos = expand_idx_mapping(
+                batch.idx_mapping, batch.num_tokens, batch.cu_num_logits, runner.decode_query_len
+            )
         prepare_pos_seq_lens(
             batch.idx_mapping,
             batch.query_start_loc,
@@ -208,27 +267,28 @@ class StepGraphs:
             states.prefill_len.gpu,
             states.draft_tokens,
             batch.cu_num_logits,
-            batch.num_reqs,
+            batch.num_tokens,
             runner.model_state.num_new_sampled_tokens_per_step,
         )
         block_tables, slot_mappings = runner.prepare_attn(batch)
         runner.model_state.preprocess_state(
             batch, block_tables, runner.kv_cache_config, states.num_computed_tokens.gpu
         )
-        runner.model_state.prepare_attn(
-            batch,
-            CUDAGraphMode.FULL,
-            block_tables,
-            slot_mappings,
-            runner.attn_groups,
-            runner.kv_cache_config,
-        )
+        with _requests_on_device(size):
+            runner.model_state.prepare_attn(
+                batch,
+                CUDAGraphMode.FULL,
+                block_tables,
+                slot_mappings,
+                runner.attn_groups,
+                runner.kv_cache_config,
+            )
         runner.model_state.prepare_inputs(batch, states)
 
-    def _sample(self, size: BatchSize) -> SamplerOutput:
-        """GPUModelRunner.sample_tokens, without what the host reads."""
+    def _sample(self, size: BatchSize) -> Sampled:
+        """GPUModelRunner.sample_tokens, without what the host reads, up to the drafter's graphs."""
         runner, batch = self._runner, size.batch
-        hidden = runner.cudagraph_manager.hidden_states[: size.desc.num_tokens]
+        hidden, others = self.hidden_states(size)
         output, num_sampled, num_rejected = runner.sample(hidden, batch, None)
         runner.postprocess_sampled(
             batch.idx_mapping,
@@ -237,7 +297,11 @@ class StepGraphs:
             num_rejected,
             batch.query_start_loc,
         )
-        return output
+        if self.drafter is None:
+            return Sampled(output.sampled_token_ids, output)
+        self.drafter.prepare_first(batch, hidden, others, output)
+        count = num_sampled.to(torch.int64).unsqueeze(1)
+        return Sampled(torch.cat((output.sampled_token_ids, count), dim=1), output)
 
     def _captured(
         self, work: Callable[[], Result], pool: Any
@@ -262,6 +326,27 @@ class StepGraphs:
                 gc.enable()
         free_after, _ = torch.cuda.mem_get_info(self._device)
         return graph, result, max(0, free_before - free_after)
+
+
+@contextlib.contextmanager
+def _requests_on_device(size: BatchSize) -> Iterator[None]:
+    """Let the builder of gated DeltaNet find on the device which rows have drafts. It copies that
+    from the host's memory (vllm 0.32 v1/attention/backends/gdn_attn.py:307), which a graph would
+    read again after it is freed.
+    """
+    backend: Any = gdn_attn
+    batch, copy = size.batch, backend.async_tensor_h2d
+
+    def on_device(data: torch.Tensor, device: Any) -> torch.Tensor:
+        if not torch.equal(data, torch.arange(batch.num_reqs_after_padding) < batch.num_reqs):
+            raise ValueError("vLLM copies something else than which rows have drafts")
+        return size.is_request
+
+    backend.async_tensor_h2d = on_device
+    try:
+        yield
+    finally:
+        backend.async_tensor_h2d = copy
 
 
 def _replaceable_buffers() -> list[Any]:

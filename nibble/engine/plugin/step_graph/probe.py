@@ -40,8 +40,17 @@ RUNNER_SOURCES = {
     "vllm.v1.worker.gpu.sample.sampler": "620b0ff1bea504eb",
     "vllm.v1.worker.gpu.sample.states": "7dbccea6fb6e2483",
     "vllm.v1.worker.gpu.sample.thinking_budget": "89d4255450c1659c",
+    "vllm.v1.worker.gpu.spec_decode.eagle.speculator": "5d0b455880a166ce",
+    "vllm.v1.worker.gpu.spec_decode.mtp.speculator": "b730010cad9d5477",
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler": "25759f98e8aace9a",
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils": "99556e8419a66b3b",
+    "vllm.v1.worker.gpu.spec_decode.speculator": "b25efadde6376b21",
+    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils": "feb7054ae8de7d54",
+    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator": "2133fa15bae57b85",
+    "vllm.v1.worker.gpu.spec_decode.utils": "7a7e245ecdf5041e",
     "vllm.v1.worker.gpu.states": "5ca84b57d4f4233b",
     "vllm.v1.worker.mamba_utils": "2d540d0d368e59b8",
+    "vllm.v1.worker.utils": "85b23497017e5db0",
 }
 
 

@@ -14,9 +14,10 @@ import numpy as np
 STEADY = ""
 
 
-def refusal_of_schedule(output: Any) -> str:
+def refusal_of_schedule(output: Any, drafts: int = 0) -> str:
     """Why the batch of a SchedulerOutput (vllm 0.32 v1/core/sched/output.py:232) is not a steady
-    decode step; STEADY if it is one. One new token for each request, and nothing beside it.
+    decode step; STEADY if it is one. One new token and `drafts` drafted ones for each request, and
+    nothing beside them.
     """
     cached = output.scheduled_cached_reqs
     if not output.total_num_scheduled_tokens:
@@ -25,16 +26,21 @@ def refusal_of_schedule(output: Any) -> str:
         return "arrival"
     if output.preempted_req_ids or cached.resumed_req_ids:
         return "preemption"
-    if output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule:
-        return "drafts"
     if output.scheduled_encoder_inputs or output.free_encoder_mm_hashes:
         return "encoder"
     if output.kv_cache_block_copies:
         return "cache_blocks"
     if output.has_structured_output_requests:
         return "grammar"
-    if output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):
+    drafted, requests = output.scheduled_spec_decode_tokens, len(output.num_scheduled_tokens)
+    if output.num_spec_tokens_to_schedule != drafts:
+        return "drafts"
+    if any(len(found) != drafts for found in drafted.values()):
+        return "drafts"
+    if output.total_num_scheduled_tokens > (1 + drafts) * requests:
         return "prefill"
+    if drafts and len(drafted) < requests:
+        return "drafts"
     return STEADY
 
 

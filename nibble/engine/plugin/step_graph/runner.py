@@ -74,8 +74,11 @@ class StepGraphRunner(GPUModelRunner):
     def profile_cudagraph_memory(self) -> int:
         """What vLLM's KV cache leaves free for CUDA graphs, nibble's included."""
         taken = super().profile_cudagraph_memory()
-        ours = step_graph_bytes(self.max_num_reqs, self.vocab_size) if self._is_asked else 0
-        return taken + ours
+        if not self._is_asked:
+            return taken
+        return taken + step_graph_bytes(
+            self.max_num_reqs, self.vocab_size, self.num_speculative_steps
+        )
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         taken = super().capture_model(profile_only=profile_only)
@@ -90,8 +93,11 @@ class StepGraphRunner(GPUModelRunner):
             logger.info("Decode steps take vLLM's path: %s (docs/step_graph.md)", refusal)
             return
         depth = self.vllm_config.max_concurrent_batches + 2
-        self._tables = sampler_tables(self.sampler)
-        self._ring = PinnedRing(self.max_num_reqs, torch.int64, depth)
+        self._tables = sampler_tables(self.sampler, has_drafts=self.num_speculative_steps > 0)
+        drafts = self.num_speculative_steps
+        # With drafts: one more token than drafts, and the number of tokens.
+        width = drafts + 2 if drafts else 1
+        self._ring = PinnedRing(self.max_num_reqs * width, torch.int64, depth)
         self._graphs = StepGraphs(self, depth)
         logger.info("Decode steps run from CUDA graphs where the batch allows it")
 
@@ -119,7 +125,13 @@ class StepGraphRunner(GPUModelRunner):
         if batch is None or self._graphs is None:
             return super().sample_tokens(grammar_output)
         sampled = self._graphs.sample(batch.size, batch.sampling)
-        return StepOutput(batch.ids, batch.indices, sampled, self._ring, self._stats(batch))
+        # Tokens are copied before the drafter runs, so that the host has them earlier.
+        output = StepOutput(batch.ids, batch.indices, sampled, self._ring, self._stats(batch))
+        if (drafter := self._graphs.drafter) is not None:
+            self._graphs.draft(batch.size)
+            drafts = drafter.tokens(len(batch.ids))
+            self.draft_tokens_handler.set_draft_tokens(batch.size.batch, drafts)
+        return output
 
     def _run_graphs(self, output: Any) -> str:
         """Run the model from graphs if the step allows it. Returns the step's reason; nothing has
@@ -127,7 +139,7 @@ class StepGraphRunner(GPUModelRunner):
         """
         graphs = self._graphs
         assert graphs is not None
-        if reason := refusal_of_schedule(output):
+        if reason := refusal_of_schedule(output, self.num_speculative_steps):
             return reason
         cached = output.scheduled_cached_reqs
         ids = list(output.num_scheduled_tokens)
@@ -154,8 +166,8 @@ class StepGraphRunner(GPUModelRunner):
             self._batch = batch
         if new_blocks:
             graphs.changes.send(new_blocks)
-        hidden_states = graphs.run_model(batch.size)
-        return self._choose_sampler(batch, output, computed, hidden_states)
+        graphs.run_model(batch.size)
+        return self._choose_sampler(batch, output, computed)
 
     def _new_batch(self, ids: list[str], computed: np.ndarray) -> Batch | str:
         """A batch of these requests, or the reason against it."""
@@ -168,7 +180,9 @@ class StepGraphRunner(GPUModelRunner):
         if is_prefilling(computed, self.req_states.prefill_len.np[slots]):
             return "prefill"
         assert self.sampler is not None
-        logprobs = self.sampler.get_logprobs_dims(slots)
+        # With drafts, vLLM ignores token ids whose log-probs are asked for.
+        has_drafts = self.num_speculative_steps > 0
+        logprobs = self.sampler.get_logprobs_dims(slots, include_token_ids=not has_drafts)
         sampling, refusal = sampling_of(self._tables, slots, logprobs)
         if STEP_REASONS.get(refusal) == "vllm":
             return refusal
@@ -193,9 +207,7 @@ class StepGraphRunner(GPUModelRunner):
             )  # fmt: skip
         return False
 
-    def _choose_sampler(
-        self, batch: Batch, output: Any, computed: np.ndarray, hidden_states: torch.Tensor
-    ) -> str:
+    def _choose_sampler(self, batch: Batch, output: Any, computed: np.ndarray) -> str:
         """Have `sample_tokens` sample from a graph, or by vLLM's code. Returns the reason."""
         graphs, size = self._graphs, batch.size
         assert graphs is not None
@@ -208,13 +220,15 @@ class StepGraphRunner(GPUModelRunner):
         if not reason:
             self._to_sample = batch
             return STEADY
-        self._leave_sampling(batch, output, computed, hidden_states)
+        self._leave_sampling(batch, output, computed)
         return reason
 
-    def _leave_sampling(
-        self, batch: Batch, output: Any, computed: np.ndarray, hidden_states: torch.Tensor
-    ) -> None:
-        """Let vLLM's `sample_tokens` continue."""
+    def _leave_sampling(self, batch: Batch, output: Any, computed: np.ndarray) -> None:
+        """Let vLLM's `sample_tokens` continue. Its drafter runs from graphs too, so it needs no
+        metadata for attention.
+        """
+        assert self._graphs is not None
+        hidden_states, others = self._graphs.hidden_states(batch.size)
         of_step, prefill_len = batch.size.batch, self.req_states.prefill_len.np[batch.slots]
         of_step.num_computed_tokens_np, of_step.prefill_len_np = computed, prefill_len
         of_step.num_computed_prefill_tokens_np = np.minimum(computed, prefill_len)
@@ -223,15 +237,15 @@ class StepGraphRunner(GPUModelRunner):
             attn_metadata=None,
             slot_mappings_by_layer=None,
             hidden_states=hidden_states,
-            aux_hidden_states=None,
+            aux_hidden_states=others or None,
             dp_sync_state=None,
             finished_req_ids=output.finished_req_ids,
             ec_connector_output=None,
             cudagraph_stats=self._stats(batch),
-            num_spec_tokens_to_schedule=0,
+            num_spec_tokens_to_schedule=self.num_speculative_steps,
         )
 
     def _stats(self, batch: Batch) -> Any:
         if not self.observability_config.cudagraph_metrics:
             return None
-        return make_cudagraph_stats(batch.size.desc, len(batch.ids))
+        return make_cudagraph_stats(batch.size.desc, batch.size.batch.num_tokens)
