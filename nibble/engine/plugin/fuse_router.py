@@ -1,4 +1,4 @@
-"""Fuses a router of experts into one kernel, and the norm in front of it, when a model is loaded.
+"""Fuses a router of experts, and the norm in front of it, when a model is loaded.
 
 The gate's product, the scores and the choice are nibble::route_experts. Its result takes the place
 of the logits in vLLM's runner, so that vLLM's capture of routed experts, shared experts and
@@ -59,9 +59,6 @@ OTHER_CHOICES = {
 # the block and to the next layer unchanged.
 BLOCKS = frozenset("Qwen3MoeSparseMoeBlock Qwen3NextSparseMoeBlock".split())
 LAYERS = frozenset("Qwen3MoeDecoderLayer Qwen3NextDecoderLayer Qwen3_5DecoderLayer".split())
-# Above this number of tokens a gate without a norm has vLLM's kernels, which are faster there
-# (benchmarks/results/route_experts_h200.json).
-MAX_TOKENS = 64
 
 
 class Unsuitable(Exception):
@@ -209,7 +206,7 @@ def _padding(tokens: int) -> Tensor | None:
 
 
 class FusedGate(nn.Module):
-    """A gate that chooses the experts. Returns (the kernel's result or logits, None)."""
+    """A gate that chooses the experts. Returns (the operator's result, None)."""
 
     def __init__(self, gate: Any, route: Route) -> None:
         super().__init__()
@@ -217,13 +214,8 @@ class FusedGate(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Inside vLLM's operator for experts, so that the number of tokens is known."""
-        if len(x) > MAX_TOKENS:
-            return self.gate(x)
-        return self.choices(x), None
-
-    def choices(self, x: Tensor) -> Tensor:
         topk, sigmoid, renormalize, bias, scale, round_logits = self.route
-        return route_experts(
+        choices = route_experts(
             x,
             self.gate.weight,
             topk,
@@ -234,6 +226,7 @@ class FusedGate(nn.Module):
             round_logits=round_logits,
             padding=_padding(len(x)),
         )
+        return choices, None
 
 
 def _fuse_norm(layer: Any, fused: dict[int, Route]) -> bool:
@@ -318,7 +311,7 @@ def _norm_route_experts(
         x, residual, norm, epsilon, gate, topk, norm_offset=norm_offset, sigmoid=sigmoid,
         renormalize=renormalize, bias=bias, scale=scale, round_logits=round_logits,
         padding=_padding(len(x)),
-    )  # fmt: skip
+    )[:3]  # fmt: skip
 
 
 def _norm_route_experts_fake(
