@@ -10,7 +10,8 @@ filled with other data. The graphs replay alternately, and the median counts. Th
 vLLM's expression compiled by inductor. vLLM's operators come from FOLDER's
 `_moe_C_stable_libtorch.abi3.so` (default: the installed vLLM's); without them torch's softmax and
 topk stand in. --divisions measures clusters of 1, 2, 4 and 8 blocks too. "At once" and "apart" are
-the two ways of nibble's operators, of which they choose one by the number of tokens.
+the two ways of nibble's operators, of which they choose one by the number of tokens. "Stock shared
+gate" is what vLLM computes for a shared expert's gate, with the multiplication.
 """
 
 from __future__ import annotations
@@ -197,6 +198,9 @@ class Layers:
             "nibble norm and router": chained(our_norm),
             "nibble norm and router, with a shared gate": chained(our_norm, shared_gate=self.norm),
         }
+        found["stock shared gate"] = lambda: [
+            torch.sigmoid(torch.nn.functional.linear(x, gate[:1])) * x for gate in self.gates
+        ]
         # Groups as a launch takes them on 132 multiprocessors
         at_once = (1 if tokens <= 128 else 2 if tokens <= 256 else 4, 0)
         for name, division in (("at once", at_once), ("apart", APART)):
