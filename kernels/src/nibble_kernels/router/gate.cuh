@@ -34,8 +34,8 @@ template <class F>
 __host__ __device__ constexpr uint32_t shared_bytes(uint32_t experts, uint32_t ranks) {
   const uint32_t rows = (F::kTokens + ranks - 1) / ranks;
   const uint32_t norm_bytes = F::kHasNorm ? 2 * F::kMostColumns * 2 : 0;  // with a shared expert's gate
-  return norm_bytes + 4 * (F::kPartialFloats + 2 * kWarps * F::kTokens + (rows + 1) * experts_stride(experts) +
-                           F::kTokens);
+  return norm_bytes + 4 * (F::kPartialFloats + 2 * kWarps * F::kTokens +
+                           (rows + 1) * experts_stride(experts) + F::kTokens);
 }
 
 template <class F>
@@ -180,7 +180,8 @@ class Router {
     __syncthreads();
 #pragma unroll
     for (uint32_t group = 0; group < F::kGroups; ++group) {
-      const float factor = factor_of(p_, sum_of_warps(squares_ + group * kTokens + row_in_group(), F::kTokens));
+      const float factor =
+          factor_of(p_, sum_of_warps(squares_ + group * kTokens + row_in_group(), F::kTokens));
       float dots = 0;
 #pragma unroll
       for (uint32_t i = 0; i < F::kChunks; ++i) {

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(F::kThreads, 1)
 }
 
 template <uint32_t Chunks>
-__global__ void __launch_bounds__(Norm<Chunks>::kThreads, 16 / Chunks) add_and_norm(const __grid_constant__ Problem problem) {
+__global__ void __launch_bounds__(Norm<Chunks>::kThreads, 16 / Chunks)
+    add_and_norm(const __grid_constant__ Problem problem) {
   __shared__ typename Norm<Chunks>::Shared shared;
   Norm<Chunks>(problem, shared).run();
 }
@@ -132,7 +133,8 @@ inline cudaError_t launch_norm(const Problem& p, cudaStream_t stream) {
 inline cudaError_t launch_choice(const Problem& p, cudaStream_t stream) {
   constexpr uint32_t kTokensOfBlock = kChoiceThreads / kLanes;
   const auto run = [&](auto kernel) {
-    return launch_early((p.tokens + kTokensOfBlock - 1) / kTokensOfBlock, kChoiceThreads, 0, stream, kernel, p);
+    return launch_early((p.tokens + kTokensOfBlock - 1) / kTokensOfBlock, kChoiceThreads, 0, stream, kernel,
+                        p);
   };
   if (p.experts <= 128) return run(choose<4>);
   return p.experts <= 256 ? run(choose<8>) : run(choose<16>);

@@ -95,8 +95,9 @@ Tensor route_experts(const Tensor& x, const Tensor& gate, int64_t topk, bool sig
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_route_experts(
     const Tensor& input, const Tensor& residual, const Tensor& norm, double epsilon, double norm_offset,
-    const std::optional<Tensor>& shared_gate, const Tensor& gate, int64_t topk, bool sigmoid, bool renormalize, const std::optional<Tensor>& bias,
-    double scale, bool round_logits, const std::optional<Tensor>& padding, int64_t groups, int64_t ranks) {
+    const std::optional<Tensor>& shared_gate, const Tensor& gate, int64_t topk, bool sigmoid,
+    bool renormalize, const std::optional<Tensor>& bias, double scale, bool round_logits,
+    const std::optional<Tensor>& padding, int64_t groups, int64_t ranks) {
   const Tensor x = torch::stable::contiguous(input), rest = torch::stable::contiguous(residual);
   check_same(x, rest, "the residual");
   check_bfloat16(norm, "the norm's weight");
@@ -114,8 +115,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_route_experts(
     p.shared_gate = rows_of(*shared_gate);
     p.shared_factors = static_cast<uint16_t*>(factors.mutable_data_ptr());
   }
-  const Tensor choices =
-      choose(p, x, normed, gate, {topk, sigmoid, renormalize, bias, scale, round_logits, padding, groups, ranks});
+  const Tensor choices = choose(
+      p, x, normed, gate, {topk, sigmoid, renormalize, bias, scale, round_logits, padding, groups, ranks});
   return {normed, sum, choices, factors};
 }
 

@@ -13,8 +13,8 @@ struct Eight {
 __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 __device__ __forceinline__ Eight floats_of(const uint4& eight) {
-  return {{low(eight.x), high(eight.x), low(eight.y), high(eight.y), low(eight.z), high(eight.z), low(eight.w),
-           high(eight.w)}};
+  return {{low(eight.x), high(eight.x), low(eight.y), high(eight.y), low(eight.z), high(eight.z),
+           low(eight.w), high(eight.w)}};
 }
 
 __device__ __forceinline__ uint32_t pair_of(float a, float b) {
