@@ -9,7 +9,9 @@ call's residual, and with experts their result is the next x. Before each replay
 filled with other data. The graphs replay alternately, and the median counts. The norm beside it is
 vLLM's expression compiled by inductor. vLLM's operators come from FOLDER's
 `_moe_C_stable_libtorch.abi3.so` (default: the installed vLLM's); without them torch's softmax and
-topk stand in. --divisions measures clusters of 1, 2, 4 and 8 blocks too.
+topk stand in. --divisions measures clusters of 1, 2, 4 and 8 blocks too. "At once" and "apart" are
+the two ways of nibble's operators, of which they choose one by the number of tokens. "Stock shared
+gate" is what vLLM computes for a shared expert's gate, with the multiplication.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from machine import machine
 from nibble_kernels.nvfp4_moe.gpu import nvfp4_weight_moe
-from nibble_kernels.router import norm_route_experts, route_experts, weights_and_ids
+from nibble_kernels.router import APART, norm_route_experts, route_experts, weights_and_ids
 from nvfp4_linear import captured
 from nvfp4_moe import NibbleLayer
 from nvfp4_moe import Shape as Experts
@@ -35,7 +37,7 @@ from torch import Tensor
 CALLS = 48
 ROUNDS = 12
 EPSILON = 1e-6
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
 
 
 class Shape(NamedTuple):
@@ -48,6 +50,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "30b-a3b": Shape(128, 2048, 8, 768),
     "35b-a3b": Shape(256, 2048, 8, 512),
+    "80b-a3b": Shape(512, 2048, 10, None),
     "397b-a17b": Shape(512, 4096, 10, None),
 }
 Pair = tuple[Tensor, Tensor]  # weights, ids
@@ -145,10 +148,17 @@ class Layers:
             y, total = self._compiled(x, residual, self.norm)
             return y, total, stock(y, gate)
 
-        def our_norm(x: Tensor, residual: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Pair]:
-            y, total, choices = norm_route_experts(
-                x, residual, self.norm, EPSILON, gate, shape.topk
-            )
+        def our_norm(
+            x: Tensor,
+            residual: Tensor,
+            gate: Tensor,
+            division: tuple[int, int] = (0, 0),
+            shared_gate: Tensor | None = None,
+        ) -> tuple[Tensor, Tensor, Pair]:
+            y, total, choices, _ = norm_route_experts(
+                x, residual, self.norm, EPSILON, gate, shape.topk, division=division,
+                shared_gate=shared_gate,
+            )  # fmt: skip
             return y, total, weights_and_ids(choices)
 
         def norm_then_ours(x: Tensor, residual: Tensor, gate: Tensor) -> tuple[Any, Any, Pair]:
@@ -158,11 +168,11 @@ class Layers:
         def apart(route: Callable[..., Pair], **options: Any) -> Callable[[], object]:
             return lambda: [route(x, gate, **options) for gate in self.gates]
 
-        def chained(step: Callable[..., Any]) -> Callable[[], object]:
+        def chained(step: Callable[..., Any], **options: Any) -> Callable[[], object]:
             def run() -> Tensor:
                 now, residual = x, x
                 for gate in self.gates:
-                    now, residual, _ = step(now, residual, gate)
+                    now, residual, _ = step(now, residual, gate, **options)
                 return now
 
             return run
@@ -186,7 +196,16 @@ class Layers:
             "stock norm, router": chained(stock_norm),
             "stock norm, nibble router": chained(norm_then_ours),
             "nibble norm and router": chained(our_norm),
+            "nibble norm and router, with a shared gate": chained(our_norm, shared_gate=self.norm),
         }
+        found["stock shared gate"] = lambda: [
+            torch.sigmoid(torch.nn.functional.linear(x, gate[:1])) * x for gate in self.gates
+        ]
+        # Groups as a launch takes them on 132 multiprocessors
+        at_once = (1 if tokens <= 128 else 2 if tokens <= 256 else 4, 0)
+        for name, division in (("at once", at_once), ("apart", APART)):
+            found[f"nibble router, {name}"] = apart(ours, division=division)
+            found[f"nibble norm and router, {name}"] = chained(our_norm, division=division)
         if divisions:
             for ranks in (1, 2, 4, 8):
                 found[f"nibble router, {ranks} ranks"] = apart(ours, division=(1, ranks))

@@ -14,7 +14,7 @@ from nibble.checkpoint.fused_groups import format_problems
 from nibble.checkpoint.gguf.file import SUFFIX
 from nibble.checkpoint.headers import TensorInfo
 from nibble.checkpoint.heads import head_dim as _head_dim
-from nibble.checkpoint.kv import sequence_memory
+from nibble.checkpoint.kv import block_bytes, sequence_memory
 from nibble.checkpoint.layer_memory import LayerMemory, Layers
 from nibble.checkpoint.layer_tensors import layer_problems
 from nibble.checkpoint.layers import layers, text_config
@@ -41,6 +41,7 @@ __all__ = [
     "LayerMemory",
     "Scheme",
     "Weights",
+    "block_bytes",
     "layers",
     "read_checkpoint",
     "sequence_memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -164,6 +165,43 @@ def sequence_memory(
         if amount:
             by_kind[kind] = by_kind.get(kind, 0) + amount
     return SequenceMemory(sum(by_kind.values()), by_kind, block, per_token)
+
+
+def block_bytes(
+    layers: Layers,
+    kv_cache_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    block_size: int = MIN_KERNEL_BLOCK,
+    *,
+    speculative_tokens: int = 0,
+) -> int | None:
+    """Bytes of one block of the cache on one GPU, for a model that keeps states; else None.
+
+    vLLM 0.32 divides equal layers into groups of one size (kv_cache_utils.py:1362). A block has a
+    page for each layer of a group, so it holds the states of one group.
+    """
+    used = [layer for layer in layers if speculative_tokens or not layer.is_draft]
+    states = [layer for layer in used if layer.kind == "state"]
+    if not states:
+        return None
+    dtypes = _dtypes(used, kv_cache_dtype)
+    _, page = _hybrid_block(used, dtypes, tensor_parallel_size, block_size, speculative_tokens)
+    page = max(
+        page, *(state_bytes(layer, tensor_parallel_size, speculative_tokens) for layer in states)
+    )
+    counts = Counter(
+        (layer.kind, layer.window, layer.state)
+        for layer in used
+        if layer.kind == "state" or layer.kind in ATTENTION
+    )
+    return page * _pages_of_block(list(counts.values()))
+
+
+def _pages_of_block(counts: list[int]) -> int:
+    """The most layers in one of vLLM's groups, of `counts` layers of each kind."""
+    least, most = min(counts), max(counts)
+    size = most if most < least * 1.5 else least
+    return max(-(-count // -(-count // size)) for count in counts)
 
 
 def _dtypes(layers: list[LayerMemory], dtype: str) -> list[str]:

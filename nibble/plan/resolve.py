@@ -38,6 +38,7 @@ from nibble.plan.rules import refuse_known_risks, weigh_risks
 from nibble.plan.server import model_argument, served_names
 from nibble.plan.situation import Decider, Decision, Situation
 from nibble.plan.startup import fast_start_flags
+from nibble.plan.state_blocks import limit_sequences
 from nibble.plan.step_graph import choose_step_graph, step_graph_flags
 from nibble.plan.topology import replicas_here, topology_flags
 from nibble.plan.validate import (
@@ -240,6 +241,7 @@ DECIDERS: tuple[Decider, ...] = (
     _layer_operators,
     _prompt_chunk,
     _memory,
+    limit_sequences,
     _startup,
     _applications,
     _code_revision,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nibble.checkpoint import layers, sequence_memory
+from nibble.checkpoint import block_bytes, layers, sequence_memory
 from tests.support.models.kv_models import MODELS
 from tests.support.paths import IN_VLLM
 
@@ -128,3 +128,11 @@ def test_memory_per_sequence_equals_the_specs_of_vllms_layers(
     assert {kind: count for kind, count in counted.items() if kind in KINDS.values()} == expected
     assert ours.block_size == theirs["block_size"]
     assert ours.total_bytes == sum(layer["bytes"] for layer in theirs["layers"])
+    of_block = block_bytes(
+        found,
+        dtype,
+        options.get("tensor_parallel_size", 1),
+        CPU_MLA_BLOCK if any(layer.kind == "mla" for layer in found) else CPU_BLOCK,
+        speculative_tokens=speculative,
+    )
+    assert of_block == (theirs["block_bytes"] if "state" in counted else None)

@@ -18,6 +18,7 @@ from tests.support.in_vllm import vllm_logprobs
 from tests.support.kernels.kernel_cases import assert_rounded_once, packed_weight, values_of
 from tests.support.models import cloverlm_models
 from tests.support.models.generated_families import SHAPE, as_llama, as_mistral, as_qwen2, changed
+from tests.support.models.generated_hybrid import HybridShape
 from tests.support.models.generated_nvfp4 import Form, Shape, write_checkpoint
 from tests.support.paths import python_path
 from tests.support.vllm_plugins import gpu_kernel_anywhere
@@ -219,6 +220,23 @@ def test_fused_routers_answer_as_vllms(installed: Path, tmp_path: Path) -> None:
         assert found == [dict.fromkeys(names, shape.layers)] * len(some)
         for one, other in zip(answers, [*expected, expected[0]], strict=False):
             assert largest_difference(one, other) < BF16_ROUNDING
+
+
+def test_a_shared_experts_gate_comes_with_the_router(installed: Path, tmp_path: Path) -> None:
+    """In Qwen3-Next's layers, with linear and with full attention, compiled too."""
+    shape = HybridShape(layers=4, experts=8, chosen=3, linear_heads=2, linear_head_dim=128)
+    folder = str(write_checkpoint(tmp_path / "model", shape, "modelopt"))
+    jobs: list[vllm_logprobs.Job] = [
+        (folder, OPTIONS | {"enforce_eager": True}, prompt) for prompt in (PROMPT, PROMPT * 13)
+    ]
+    expected, _ = routed_answers(installed, tmp_path / "alone", "alone", jobs)
+    jobs.append((folder, OPTIONS, PROMPT))
+    answers, found = routed_answers(installed, tmp_path / "all", "all", jobs)
+    names = ("NibbleCPURouter", "NibbleGemmaRMSNorm", "NibbleQwen3NextSparseMoeBlock")
+    with_shared = dict.fromkeys((*names, "scales_shared"), shape.layers)
+    assert found == [with_shared] * len(jobs)
+    for one, other in zip(answers, [*expected, expected[0]], strict=True):
+        assert largest_difference(one, other) < BF16_ROUNDING
 
 
 @pytest.mark.slow

@@ -138,6 +138,28 @@ def test_a_layer_of_experts_adds_up_its_pairs(device: str, tokens: int, topk: in
     ).norm() / expected.norm() < 0.006  # each of several roundings to bfloat16 is 2^-9 at most
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "topk"), [(1, 8), (3, 1), (5, 7), (2, 16), (4, 10)])
+def test_products_are_added_up_in_the_order_of_the_choices(
+    device: str, tokens: int, topk: int, dtype: torch.dtype
+) -> None:
+    """Those of other processes' experts are not read."""
+    from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_add_up
+
+    generator = torch.Generator().manual_seed(topk)
+    products = torch.randn(tokens * topk, 264, generator=generator).to(dtype)
+    ids = torch.randint(-1, 17, (tokens, topk), generator=generator, dtype=torch.int32)
+    is_here = ((ids >= 0) & (ids < 16)).flatten()
+    given = torch.where(is_here[:, None], products, torch.nan)
+    found = nvfp4_moe_add_up(given.to(device), ids.to(device), 16).cpu()
+    expected = torch.zeros(tokens, 264)
+    for choice in (products * is_here[:, None]).float().unflatten(0, (tokens, topk)).unbind(1):
+        expected += choice
+    if device == "cuda":
+        assert torch.equal(found, expected.to(dtype))
+    torch.testing.assert_close(found, expected.to(dtype))
+
+
 def test_all_experts_are_dequantized_at_once(device: str) -> None:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
     from nibble_kernels.nvfp4_linear.weight import PreparedWeight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tests.support.changes import OPERATORS
 from tests.support.kernels.kernel_build import KERNELS
-from tests.support.kernels.router_cases import Case, check, make_case, run
+from tests.support.kernels.router_cases import check, make_case, run
 
 pytestmark = pytest.mark.when_changed(*OPERATORS)
 
@@ -43,13 +44,20 @@ def assert_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 
 
 @pytest.mark.parametrize("with_norm", [False, True], ids=["", "norm"])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 17, 64, 200])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 17, 64, 128, 129, 200])
 @pytest.mark.parametrize(("experts", "columns", "topk"), SHAPES)
 def test_every_shape(
     device: str, experts: int, columns: int, topk: int, tokens: int, with_norm: bool
 ) -> None:
-    case = make_case(tokens, experts, columns, topk, with_norm=with_norm, seed=tokens)
+    """Also with a shared expert's gate, and with norm, product and choice apart."""
+    from nibble_kernels.router import APART
+
+    case = make_case(
+        tokens, experts, columns, topk, with_norm=with_norm, with_shared_gate=with_norm, seed=tokens
+    )
     check(run(case.to(device)), case)
+    if device == "cuda":
+        check(run(case.to(device), division=APART), case)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -63,8 +71,12 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_options(device: str, options: dict[str, Any]) -> None:
+    from nibble_kernels.router import APART
+
     case = make_case(12, 128, 1024, 6, with_norm=True, norm_offset=1.0, **options)
     check(run(case.to(device)), case)
+    if device == "cuda":
+        check(run(case.to(device), division=APART), case)
 
 
 def test_of_equal_experts_the_first_are_chosen(device: str) -> None:
@@ -76,8 +88,8 @@ def test_of_equal_experts_the_first_are_chosen(device: str) -> None:
 
 
 def test_no_tokens(device: str) -> None:
-    found = run(make_case(0, 64, 256, 8, with_norm=True).to(device))
-    assert [tuple(one.shape) for one in found] == [(0, 8), (0, 8), (0, 256), (0, 256)]
+    found = run(make_case(0, 64, 256, 8, with_norm=True, with_shared_gate=True).to(device))
+    assert [tuple(one.shape) for one in found] == [(0, 8), (0, 8), (0, 256), (0, 256), (0, 1)]
 
 
 def test_what_the_kernel_does_not_take_is_named(kernels: Any) -> None:
@@ -87,6 +99,7 @@ def test_what_the_kernel_does_not_take_is_named(kernels: Any) -> None:
     header = (KERNELS / "src/nibble_kernels/router/problem.h").read_text()
     limits = f"kMostExperts = {router.MAX_EXPERTS}, kMostChosen = {router.MAX_CHOSEN}, kMostColumns"
     assert f"{limits} = {router.MAX_COLUMNS}" in header
+    assert f"kMostTokensAtOnce = {router.MAX_TOKENS_AT_ONCE};" in header
 
 
 @pytest.mark.gpu
@@ -95,34 +108,42 @@ def test_what_the_kernel_does_not_take_is_named(kernels: Any) -> None:
 def test_a_token_has_the_same_bits_in_every_batch(
     cuda: None, experts: int, columns: int, topk: int, with_norm: bool
 ) -> None:
-    case = make_case(300, experts, columns, topk, with_norm=with_norm).to("cuda")
-    expected = run(case)
-    for groups, ranks in ((1, 1), (1, 8), (2, 2), (2, 8), (4 if columns <= 2048 else 2, 4)):
+    """Of those that one launch takes; the norm's results in every batch."""
+    from nibble_kernels.router import APART
+
+    case = make_case(300, experts, columns, topk, with_norm=with_norm, with_shared_gate=with_norm)
+    case = case.to("cuda")
+    expected = run(case, division=(1, 8))
+    for groups, ranks in ((1, 1), (2, 2), (2, 8), (4 if columns <= 2048 else 2, 4)):
         assert_equal(run(case, division=(groups, ranks)), expected)
-    for size in (1, 5, 8, 33, 150):
+    at_once = not with_norm or experts * columns <= 1 << 20
+    for size in (1, 5, 8, 33, 128, 150):
         part = slice(100, 100 + size)
-        assert_equal(run(case.rows(part)), tuple(one[part] for one in expected))
+        same = 0 if at_once and size <= 128 else 2
+        found = run(case.rows(part))
+        assert_equal(found[same:], tuple(one[part] for one in expected)[same:])
+    assert_equal(run(case, division=APART)[2:], expected[2:])
     many = make_case(3000, experts, columns, topk, with_norm=with_norm).to("cuda")
-    assert_equal(run(many.rows(slice(0, 7))), tuple(one[:7] for one in run(many)))
+    assert_equal(run(many.rows(slice(0, 7)))[2:], tuple(one[:7] for one in run(many))[2:])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 6, 40])
+@pytest.mark.parametrize("tokens", [1, 6, 40, 200])
 def test_chained_calls_in_a_graph_have_the_bits_of_calls_one_by_one(
     cuda: None, tokens: int
 ) -> None:
     """Each call begins while the one before it ends, 100 times."""
-    case = make_case(tokens, 128, 2048, 8, with_norm=True).to("cuda")
+    case = make_case(tokens, 128, 2048, 8, with_norm=True, with_shared_gate=True).to("cuda")
     gates = torch.randn(12, 128, 2048, device="cuda", dtype=torch.bfloat16) / 45
     torch.cuda.synchronize()
 
     def chain(wait: bool) -> list[Tensor]:
         now, results = case, []
         for gate in gates:
-            found = run(Case(now.x, gate, 8, now.residual, now.norm))
+            found = run(replace(now, gate=gate))
             if wait:
                 torch.cuda.synchronize()
-            now = Case(found[2], gate, 8, found[3], now.norm)
+            now = replace(now, x=found[2], residual=found[3])
             results += found
         return results
 

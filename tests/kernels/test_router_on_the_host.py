@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 POINTERS = (
-    *("x", "residual", "norm", "normed", "sum", "gate", "bias", "padding", "weights", "ids"),
+    *("x", "residual", "norm", "normed", "sum", "gate", "shared_gate", "shared_factors"),
+    *("logits", "bias", "padding", "weights", "ids"),
 )
 SIZES = ("tokens", "experts", "columns", "topk")
 FACTORS = ("epsilon", "norm_offset", "scale")
@@ -52,12 +53,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(params=["early", "late"])
 def route(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Route:
-    def call(case: Case, *, groups: int = 1, ranks: int = 1) -> tuple[Tensor, ...]:
+    def call(
+        case: Case, *, groups: int = 1, ranks: int = 1, apart: bool = False
+    ) -> tuple[Tensor, ...]:
         kept = tensors_of(case)
         values: dict[str, Any] = {
             name: tensor.data_ptr() for name, tensor in kept.items() if tensor is not None
         }
         options = {"sigmoid": False, "renormalize": True, "round_logits": True} | case.options
+        late = request.param == "late"
         problem = Problem(
             **values,
             tokens=len(case.x),
@@ -69,12 +73,27 @@ def route(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Route:
             scale=options.get("scale", 1.0),
             **{name: options[name] for name in FLAGS},
         )
-        late = request.param == "late"
-        library.route_on_the_host(ctypes.byref(problem), groups, ranks, late)
-        chosen = (kept["weights"], kept["ids"])
-        return chosen if case.residual is None else (*chosen, kept["normed"], kept["sum"])
+        if apart:
+            if case.residual is not None:
+                library.norm_on_the_host(ctypes.byref(problem), late)
+            rows = case.x if case.residual is None else kept["normed"]
+            logits = logits_of(rows, case.gate, options["round_logits"])
+            problem.logits = logits.data_ptr()
+            library.choose_on_the_host(ctypes.byref(problem), late)
+        else:
+            library.route_on_the_host(ctypes.byref(problem), groups, ranks, late)
+        found = (kept["weights"], kept["ids"])
+        if case.residual is not None:
+            found += (kept["normed"], kept["sum"])
+        return found if case.shared_gate is None else (*found, kept["shared_factors"])
 
     return call
+
+
+def logits_of(x: Tensor, gate: Tensor, round_logits: bool) -> Tensor:
+    """As torch's product gives them: bfloat16, or float32."""
+    logits = x.float() @ gate.float().T
+    return logits.bfloat16() if round_logits else logits
 
 
 def tensors_of(case: Case) -> dict[str, Any]:
@@ -86,11 +105,15 @@ def tensors_of(case: Case) -> dict[str, Any]:
     if case.residual is not None:
         unwritten = torch.full_like(case.x, float("nan"))
         written |= {"normed": unwritten, "sum": unwritten.clone()}
+    if case.shared_gate is not None:
+        written["shared_factors"] = torch.full((tokens, 1), float("nan"), dtype=case.x.dtype)
     given = {"x": case.x, "residual": case.residual, "norm": case.norm, "gate": case.gate}
+    given["shared_gate"] = case.shared_gate
     options = {name: case.options.get(name) for name in ("bias", "padding")}
     return written | given | options
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
 @pytest.mark.parametrize("with_norm", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize(
     ("tokens", "experts", "columns", "topk", "groups", "ranks"),
@@ -113,9 +136,13 @@ def test_shapes_and_divisions(
     groups: int,
     ranks: int,
     with_norm: bool,
+    apart: bool,
 ) -> None:
-    case = make_case(tokens, experts, columns, topk, with_norm=with_norm, seed=tokens)
-    check(route(case, groups=groups, ranks=ranks), case)
+    """Also with a shared expert's gate."""
+    case = make_case(
+        tokens, experts, columns, topk, with_norm=with_norm, with_shared_gate=with_norm, seed=tokens
+    )
+    check(route(case, groups=groups, ranks=ranks, apart=apart), case)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -129,15 +156,30 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
 @pytest.mark.parametrize("options", OPTIONS, ids="-".join)
-def test_options(route: Route, options: dict[str, Any]) -> None:
+def test_options(route: Route, options: dict[str, Any], apart: bool) -> None:
     case = make_case(4, 64, 256, 6, **options)
-    check(route(case, ranks=2), case)
+    check(route(case, ranks=2, apart=apart), case)
 
 
-def test_a_norm_with_an_offset(route: Route) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+def test_a_norm_with_an_offset(route: Route, apart: bool) -> None:
     case = make_case(3, 64, 512, 4, with_norm=True, norm_offset=1.0)
-    check(route(case, ranks=2), case)
+    check(route(case, ranks=2, apart=apart), case)
+
+
+@pytest.mark.parametrize("columns", [512, 1056, 2048, 4096])
+def test_the_norm_and_the_shared_gate_have_the_same_bits_apart(route: Route, columns: int) -> None:
+    case = make_case(11, 64, columns, 4, with_norm=True, with_shared_gate=True, norm_offset=1.0)
+    at_once, apart = route(case, groups=2, ranks=2), route(case, apart=True)
+    assert all(torch.equal(a, b) for a, b in zip(at_once[2:], apart[2:], strict=True))
+
+
+def test_a_number_of_experts_that_is_not_in_fours(route: Route) -> None:
+    for round_logits in (False, True):
+        case = make_case(3, 61, 256, 5, round_logits=round_logits)
+        check(route(case, apart=True), case)
 
 
 def test_of_equal_experts_the_first_are_chosen(route: Route) -> None:
@@ -167,7 +209,7 @@ def test_infinite_and_missing_logits_leave_ids_of_experts(route: Route) -> None:
 
 @pytest.mark.parametrize("with_norm", [False, True], ids=["", "norm"])
 def test_a_token_has_the_same_bits_in_every_division(route: Route, with_norm: bool) -> None:
-    case = make_case(19, 96, 1056, 5, with_norm=with_norm)
+    case = make_case(19, 96, 1056, 5, with_norm=with_norm, with_shared_gate=with_norm)
     expected = route(case, groups=1, ranks=1)
     for groups, ranks in ((2, 4), (4, 1), (1, 8)):
         found = route(case, groups=groups, ranks=ranks)
@@ -177,6 +219,7 @@ def test_a_token_has_the_same_bits_in_every_division(route: Route, with_norm: bo
 
 
 def test_the_specification_agrees_with_the_kernel(route: Route, kernels: object) -> None:
-    case = make_case(6, 128, 512, 8, with_norm=True, bias=torch.linspace(0, 0.01, 128))
+    bias = torch.linspace(0, 0.01, 128)
+    case = make_case(6, 128, 512, 8, with_norm=True, with_shared_gate=True, bias=bias)
     check(run(case), case)
     assert torch.equal(route(case, ranks=4)[1], run(case)[1])

@@ -1,9 +1,13 @@
-"""Fuses a router of experts into one kernel, and the norm in front of it, when a model is loaded.
+"""Fuses a router of experts, and the norm in front of it, when a model is loaded.
 
 The gate's product, the scores and the choice are nibble::route_experts. Its result takes the place
 of the logits in vLLM's runner, so that vLLM's capture of routed experts, shared experts and
 reductions stay as they are. Objects keep their attributes and names: their class becomes a
 subclass.
+
+With the norm comes the factor of a shared expert, sigmoid of its gate's product. The block
+multiplies by it where it adds the shared expert's output, which torch compiles into one kernel with
+the next norm.
 """
 
 from __future__ import annotations
@@ -32,9 +36,11 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader import base_loader
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from nibble.engine.plugin.cuda import NibbleCompressedTensorsNvFp4MoE, NibbleModelOptNvFp4MoE
@@ -59,9 +65,6 @@ OTHER_CHOICES = {
 # the block and to the next layer unchanged.
 BLOCKS = frozenset("Qwen3MoeSparseMoeBlock Qwen3NextSparseMoeBlock".split())
 LAYERS = frozenset("Qwen3MoeDecoderLayer Qwen3NextDecoderLayer Qwen3_5DecoderLayer".split())
-# Above this number of tokens a gate without a norm has vLLM's kernels, which are faster there
-# (benchmarks/results/route_experts_h200.json).
-MAX_TOKENS = 64
 
 
 class Unsuitable(Exception):
@@ -89,6 +92,11 @@ def follow_loading() -> None:
     required_of_instances(VllmConfig, "lora_config")
     parts = ("gate", "router", "routed_experts", "_fse_fuse_gate", "routed_input_transform")
     required_of_instances(MoERunner, *parts, "moe_config")
+    shared = ("_shared_experts", "_forward_entry", "routed_output_transform")
+    required_of_instances(MoERunner, *shared, "routed_scaling_factor")
+    required(MoERunner, "_encode_layer_name", "self")
+    required_of_instances(SharedExperts, "_layer")
+    required_of_instances(Qwen2MoeMLP, "expert_gate")
     required_of_instances(FusedMoEConfig, "moe_parallel_config", "hidden_dim")
     sizes = ("dp_size", "ep_size", "pcp_size", "sp_size", "tp_size")
     required_of_instances(FusedMoEParallelConfig, *sizes)
@@ -121,9 +129,10 @@ def fuse_routers(model: nn.Module) -> None:
             fused[id(runner)] = fuse_router(runner)
         except Unsuitable as reason:
             reasons.setdefault(str(reason), []).append(name_of(runner))
-    norms = sum(_fuse_norm(layer, fused) for layer in list(model.modules()))
+    blocks = [block for layer in list(model.modules()) if (block := _fuse_norm(layer, fused))]
     if fused:
-        logger.info("nibble's router of experts: %d layers, %d with their norm", len(fused), norms)
+        text = "nibble's router of experts: %d layers, %d with their norm, %d with a shared gate"
+        logger.info(text, len(fused), len(blocks), sum(block.scales_shared for block in blocks))
     for reason, names in reasons.items():
         logger.info("vLLM's router of experts: %d layers (%s): %s", len(names), names[0], reason)
 
@@ -209,7 +218,7 @@ def _padding(tokens: int) -> Tensor | None:
 
 
 class FusedGate(nn.Module):
-    """A gate that chooses the experts. Returns (the kernel's result or logits, None)."""
+    """A gate that chooses the experts. Returns (the operator's result, None)."""
 
     def __init__(self, gate: Any, route: Route) -> None:
         super().__init__()
@@ -217,13 +226,8 @@ class FusedGate(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Inside vLLM's operator for experts, so that the number of tokens is known."""
-        if len(x) > MAX_TOKENS:
-            return self.gate(x)
-        return self.choices(x), None
-
-    def choices(self, x: Tensor) -> Tensor:
         topk, sigmoid, renormalize, bias, scale, round_logits = self.route
-        return route_experts(
+        choices = route_experts(
             x,
             self.gate.weight,
             topk,
@@ -234,25 +238,50 @@ class FusedGate(nn.Module):
             round_logits=round_logits,
             padding=_padding(len(x)),
         )
+        return choices, None
 
 
-def _fuse_norm(layer: Any, fused: dict[int, Route]) -> bool:
-    """Whether the layer's norm in front of its experts is now fused into the router."""
+def _fuse_norm(layer: Any, fused: dict[int, Route]) -> Any:
+    """The layer's block, if the norm in front of its experts is now fused into the router."""
     if type(layer).__name__ not in LAYERS or type(layer.mlp).__name__ not in BLOCKS:
-        return False
+        return None
     norm, block = layer.post_attention_layernorm, layer.mlp
     runner = block.experts
     if id(runner) not in fused or not _is_known(norm) or norm.weight.dtype != torch.bfloat16:
-        return False
+        return None
     if getattr(layer, "layer_scale", False) or getattr(block, "replicate_shared_expert", False):
-        return False
+        return None
     if runner.moe_config.moe_parallel_config.tp_size > 1:
-        return False  # vLLM may fuse this norm with the all-reduce before it
+        return None  # vLLM may fuse this norm with the all-reduce before it
     norm.__class__ = _norm_class(type(norm))
-    norm.fused_gate = (runner.gate,)  # a tuple, so that the gate is not the norm's submodule
+    # Tuples, so that the gates are not the norm's submodules.
+    norm.fused_gate, norm.shared_gate = (runner.gate,), (_take_shared_gate(block),)
+    block.scales_shared = norm.shared_gate != (None,)
     block.__class__ = _block_class(type(block))
     runner.gate = None
-    return True
+    return block
+
+
+def _take_shared_gate(block: Any) -> Any:
+    """The gate of the block's shared expert, which no longer multiplies by it; None if another
+    layer's sum than the block's has the shared expert.
+    """
+    expert, gate = getattr(block, "shared_expert", None), getattr(block, "shared_expert_gate", None)
+    runner = block.experts
+    holder = runner._shared_experts
+    if type(expert) is not Qwen2MoeMLP or holder is None or holder._layer is not expert:
+        return None
+    if type(gate) is not ReplicatedLinear or expert.expert_gate is not gate:
+        return None
+    if not isinstance(gate.quant_method, UnquantizedLinearMethod) or gate.bias is not None:
+        return None
+    weight = gate.weight
+    if weight.dtype != torch.bfloat16 or weight.shape != (1, runner.moe_config.hidden_dim):
+        return None
+    if runner.routed_scaling_factor != 1.0 or runner.routed_output_transform is not None:
+        return None
+    expert.expert_gate = None
+    return gate
 
 
 def _is_known(norm: Any) -> bool:
@@ -266,16 +295,17 @@ def _norm_class(base: type) -> type:
     return type(f"Nibble{base.__name__}", (base,), {"forward": _norm_and_route})
 
 
-def _norm_and_route(self: Any, x: Tensor, residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The norm's forward: ((normed, the kernel's result), sum)."""
-    (fused,) = self.fused_gate
+def _norm_and_route(self: Any, x: Tensor, residual: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The norm's forward: ((normed, the router's result, the shared expert's factors), sum)."""
+    (fused,), (shared,) = self.fused_gate, self.shared_gate
     route = fused.route
-    normed, total, choices = torch.ops.vllm.nibble_norm_route_experts(
+    normed, total, choices, factors = torch.ops.vllm.nibble_norm_route_experts(
         x,
         residual,
         self.weight,
         self.variance_epsilon,
         1.0 if isinstance(self, GemmaRMSNorm) else 0.0,
+        None if shared is None else shared.weight,
         fused.gate.weight,
         route.topk,
         route.sigmoid,
@@ -284,7 +314,7 @@ def _norm_and_route(self: Any, x: Tensor, residual: Tensor) -> tuple[tuple[Tenso
         route.scale,
         route.round_logits,
     )
-    return (normed, choices), total
+    return (normed, choices, factors), total
 
 
 @functools.cache
@@ -292,12 +322,17 @@ def _block_class(base: type) -> type:
     return type(f"Nibble{base.__name__}", (base,), {"forward": _experts_of_routed})
 
 
-def _experts_of_routed(self: Any, hidden_states: tuple[Tensor, Tensor], *rest: Any) -> Tensor:
+def _experts_of_routed(self: Any, hidden_states: tuple[Tensor, ...], *rest: Any) -> Tensor:
     """The block's forward, for what the norm before it returns."""
     if isinstance(hidden_states, Tensor):
         raise TypeError("expected the results of the norm in front of this block")
-    x, choices = hidden_states
-    return self.experts(hidden_states=x, router_logits=choices)
+    x, choices, factors = hidden_states
+    runner = self.experts
+    if not self.scales_shared:
+        return runner(hidden_states=x, router_logits=choices)
+    # Of the runner's forward what is left on one GPU, without transforms and padding.
+    shared, routed = runner._forward_entry(x, choices, x, None, runner._encode_layer_name(), 0)
+    return shared * factors + routed
 
 
 def _norm_route_experts(
@@ -306,6 +341,7 @@ def _norm_route_experts(
     norm: Tensor,
     epsilon: float,
     norm_offset: float,
+    shared_gate: Tensor | None,
     gate: Tensor,
     topk: int,
     sigmoid: bool,
@@ -313,10 +349,10 @@ def _norm_route_experts(
     bias: Tensor | None,
     scale: float,
     round_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return norm_route_experts(
-        x, residual, norm, epsilon, gate, topk, norm_offset=norm_offset, sigmoid=sigmoid,
-        renormalize=renormalize, bias=bias, scale=scale, round_logits=round_logits,
+        x, residual, norm, epsilon, gate, topk, norm_offset=norm_offset, shared_gate=shared_gate,
+        sigmoid=sigmoid, renormalize=renormalize, bias=bias, scale=scale, round_logits=round_logits,
         padding=_padding(len(x)),
     )  # fmt: skip
 
@@ -327,12 +363,14 @@ def _norm_route_experts_fake(
     norm: Tensor,
     epsilon: float,
     norm_offset: float,
+    shared_gate: Tensor | None,
     gate: Tensor,
     topk: int,
     *rest: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     choices = x.new_empty((2, x.shape[0], topk), dtype=torch.float32)
-    return torch.empty_like(x), torch.empty_like(x), choices
+    factors = x.new_empty((0 if shared_gate is None else x.shape[0], 1))
+    return torch.empty_like(x), torch.empty_like(x), choices, factors
 
 
 # An operator of vLLM's, so that compiled models call it with the step's padding.

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.bad_input.case import Case, Place, Row, env, row, serve, serve_as_another_user
+from tests.support.models.generated_hybrid import HybridShape
+from tests.support.models.generated_nvfp4 import write_checkpoint
 from tests.support.models.tiny_model import (
     QWEN3,
     write_header,
@@ -44,6 +46,11 @@ def _index_with_missing_shard(folder: Path) -> None:
 
 def _copy(folder: Path) -> None:
     write_safetensors(folder / "other.safetensors", {"model.norm.weight": ("BF16", [64])})
+
+
+def _hybrid(place: Place) -> None:
+    """A model of the Qwen3-Next family."""
+    write_checkpoint(place.tmp / "broken", HybridShape(layers=4, experts=4), "bf16")
 
 
 def _gigantic(folder: Path) -> None:
@@ -319,6 +326,21 @@ def model_rows() -> list[Row]:
             "… does not fit: weights … + 1 sequence of … tokens at … + workspace … + engine … +"
             " reserve … = … needed; … available of … (…): … too little; try, in this order: …",
             serve(BROKEN, prepare=broken(_gigantic)),
+        ),
+        row(
+            "state-blocks",
+            "more `MAX_NUM_SEQS` than the KV cache has blocks for states (Mamba, gated delta net)",
+            7,
+            "MAX_NUM_SEQS is 64: vLLM starts only with a block of the KV cache for each sequence's"
+            " states, and there are … blocks of … MiB; expected at most …; lower MAX_NUM_SEQS or"
+            " --max-num-seqs",
+            serve(
+                BROKEN,
+                *("--target", "hopper"),
+                prepare=_hybrid,
+                MAX_NUM_SEQS="64",
+                NIBBLE_KV_CACHE_BYTES=str(32 << 20),
+            ),
         ),
         row(
             "cloverlm",

@@ -32,6 +32,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
@@ -130,8 +131,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     specs = layer_specs(config)
     if dtype := request.get("cache_dtype"):
         specs = {name: in_cache_dtype(config, name, spec, dtype) for name, spec in specs.items()}
+    config.cache_config.kv_cache_layout = "BLHNC"  # has a place for pages of any sizes
     return {
         "block_size": config.cache_config.block_size,
+        "block_bytes": _pool_bytes_per_block(config, get_kv_cache_groups(config, specs)),
         "in_flight_tokens": config.max_in_flight_tokens,
         "max_model_len": config.model_config.max_model_len,
         "layers": [

@@ -20,6 +20,7 @@ class Case:
     norm: Tensor | None = None
     epsilon: float = 1e-6
     norm_offset: float = 0.0
+    shared_gate: Tensor | None = None  # with a residual
     options: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: str) -> Case:
@@ -47,6 +48,7 @@ class Case:
             self.norm,
             self.epsilon,
             self.norm_offset,
+            self.shared_gate,
             options,
         )
 
@@ -58,6 +60,7 @@ def make_case(
     topk: int,
     *,
     with_norm: bool = False,
+    with_shared_gate: bool = False,
     norm_offset: float = 0.0,
     seed: int = 0,
     **options: Any,
@@ -71,22 +74,29 @@ def make_case(
     residual = normal(tokens, columns) * 3 if with_norm else None
     norm = normal(columns) / 4 + 1 - norm_offset if with_norm else None
     x = normal(tokens, columns)
-    return Case(x, gate, topk, residual, norm, 1e-6, norm_offset, options)
+    shared = normal(1, columns) / 8 if with_shared_gate else None
+    return Case(x, gate, topk, residual, norm, 1e-6, norm_offset, shared, options)
 
 
 def run(case: Case, **division: Any) -> tuple[Tensor, ...]:
-    """nibble's operator: weights, ids, and with a norm its result and the sum."""
+    """nibble's operator: weights, ids, with a norm its result and the sum, and with a shared gate
+    its factors.
+    """
     from nibble_kernels.router import norm_route_experts, route_experts, weights_and_ids
 
     options = case.options | division
     if case.residual is None:
         return weights_and_ids(route_experts(case.x, case.gate, case.topk, **options))
     assert case.norm is not None
-    normed, total, choices = norm_route_experts(
+    normed, total, choices, factors = norm_route_experts(
         case.x, case.residual, case.norm, case.epsilon, case.gate, case.topk,
-        norm_offset=case.norm_offset, **options,
+        norm_offset=case.norm_offset, shared_gate=case.shared_gate, **options,
     )  # fmt: skip
-    return *weights_and_ids(choices), normed, total
+    found = (*weights_and_ids(choices), normed, total)
+    if case.shared_gate is not None:
+        return *found, factors
+    assert factors.shape == (0, 1)
+    return found
 
 
 def check(found: tuple[Tensor, ...], case: Case) -> None:
@@ -98,6 +108,8 @@ def check(found: tuple[Tensor, ...], case: Case) -> None:
     x = case.x if case.residual is None else found[2].cpu()
     if case.residual is not None:
         check_norm(found[2].cpu(), found[3].cpu(), case)
+    if case.shared_gate is not None:
+        check_factors(found[4].cpu(), x, case.shared_gate)
     check_choices(weights, ids, x, case)
 
 
@@ -109,6 +121,15 @@ def check_norm(normed: Tensor, total: Tensor, case: Case) -> None:
     factor = (exact.square().mean(-1, keepdim=True) + case.epsilon).rsqrt()
     right = exact * factor * (case.norm.double() + case.norm_offset)
     assert ((normed.double() - right).abs() <= right.abs() * (2.0**-8 + 2.0**-20) + 1e-30).all()
+
+
+def check_factors(factors: Tensor, x: Tensor, shared_gate: Tensor) -> None:
+    """A linear layer rounds the gate's logits, and the sigmoid is rounded again."""
+    assert factors.dtype == x.dtype and factors.shape == (len(x), 1)
+    logits = x.double() @ shared_gate.double().T
+    margin = (x.double().abs() @ shared_gate.double().abs().T) * 2.0**-20 + logits.abs() * 2.0**-8
+    low, high = (logits - margin).sigmoid(), (logits + margin).sigmoid()
+    assert ((factors >= low * (1 - 2.0**-8)) & (factors <= high * (1 + 2.0**-8))).all()
 
 
 def check_choices(weights: Tensor, ids: Tensor, x: Tensor, case: Case) -> None:

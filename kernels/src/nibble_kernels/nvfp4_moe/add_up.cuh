@@ -5,6 +5,10 @@
 
 namespace nibble::experts {
 
+constexpr uint32_t kChoicesAtOnce = 8;  // their loads are under way together
+// Blocks on a multiprocessor: with more, threads have too few registers for that.
+constexpr uint32_t kSumThreads = 128, kSumBlocks = 4;
+
 // out[token] = the sum of its experts' products, in the order of its choices, rounded once. `at`: a thread's
 // eight columns, of `pieces` a row. Products: [pairs, pieces].
 template <class T>
@@ -14,13 +18,24 @@ __device__ __forceinline__ void add_products(uint32_t at, const int32_t* ids, ui
   const uint32_t token = at / pieces, piece = at - token * pieces;
   if (token >= tokens) return;
   float sums[8] = {};
-  for (uint32_t i = 0; i < topk; ++i) {
-    const uint32_t pair = token * topk + i;
-    if (static_cast<uint32_t>(ids[pair]) >= experts) continue;
-    const uint4 more = __ldcg(products + size_t{pair} * pieces + piece);
-    const T* const values = reinterpret_cast<const T*>(&more);
+  for (uint32_t begin = 0; begin < topk; begin += kChoicesAtOnce) {
+    const uint32_t first = token * topk + begin;
+    bool is_here[kChoicesAtOnce];
+    uint4 more[kChoicesAtOnce];
 #pragma unroll
-    for (uint32_t k = 0; k < 8; ++k) sums[k] += warpgroup::to_float(values[k]);
+    for (uint32_t i = 0; i < kChoicesAtOnce; ++i)
+      is_here[i] = begin + i < topk && static_cast<uint32_t>(ids[first + i]) < experts;
+#pragma unroll
+    for (uint32_t i = 0; i < kChoicesAtOnce; ++i) {
+      more[i] = make_uint4(0, 0, 0, 0);  // adds nothing
+      if (is_here[i]) more[i] = __ldcg(products + size_t{first + i} * pieces + piece);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kChoicesAtOnce; ++i) {
+      const T* const values = reinterpret_cast<const T*>(&more[i]);
+#pragma unroll
+      for (uint32_t k = 0; k < 8; ++k) sums[k] += warpgroup::to_float(values[k]);
+    }
   }
   using warpgroup::pair_of;
   out[at] = make_uint4(pair_of(T(), sums[0], sums[1]), pair_of(T(), sums[2], sums[3]),

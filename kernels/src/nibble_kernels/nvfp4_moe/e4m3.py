@@ -211,7 +211,7 @@ def _weight_moe(
             return e4m3_moe_decode_linear(part, w13, ids, silu_mul=True)
         return e4m3_moe_decode_linear(part, w2, ids, topk_weights=weights)
 
-    return in_slices(x, topk_weights, topk_ids, decode)
+    return in_slices(x, topk_weights, topk_ids, len(w13_codes), decode)
 
 
 _moe = operator(

@@ -23,6 +23,7 @@ __all__ = [
     "MAX_PAIRS",
     "MAX_TOKENS",
     "PreparedExperts",
+    "nvfp4_moe_add_up",
     "nvfp4_moe_decode_linear",
     "nvfp4_moe_linear",
     "nvfp4_weight_moe",
@@ -146,6 +147,26 @@ def nvfp4_moe_decode_linear(
     """
     codes, scales, global_scales, rows, native = experts
     return _decode(x, codes, scales, global_scales, topk_ids, topk_weights, rows, native, silu_mul)
+
+
+def _sum_reference(products: Tensor, topk_ids: Tensor, experts: int) -> Tensor:
+    is_here = ((topk_ids >= 0) & (topk_ids < experts))[..., None]
+    values = products.unflatten(0, topk_ids.shape)
+    return torch.where(is_here, values, 0.0).sum(1, dtype=torch.float32).to(products.dtype)
+
+
+_add_up = operator(
+    "nvfp4_moe_add_up(Tensor products, Tensor topk_ids, int experts) -> Tensor",
+    _sum_reference,
+    lambda products, topk_ids, experts: products.new_empty((len(topk_ids), products.shape[1])),
+)
+
+
+def nvfp4_moe_add_up(products: Tensor, topk_ids: Tensor, experts: int) -> Tensor:
+    """[T, N]: the sum of each token's products [T·k, N] in the order of its ids [T, k], in float32
+    and rounded once. Products of ids that are negative or not below `experts` are not read.
+    """
+    return _add_up(products, topk_ids, experts)
 
 
 # Of activation.cuh.
@@ -300,7 +321,7 @@ def _weight_moe(
             return nvfp4_moe_decode_linear(rows, w13, ids, silu_mul=True)
         return nvfp4_moe_decode_linear(rows, w2, ids, topk_weights=weights)
 
-    return in_slices(x, topk_weights, topk_ids, decode)
+    return in_slices(x, topk_weights, topk_ids, len(w13_codes), decode)
 
 
 @functools.cache
@@ -323,18 +344,19 @@ def in_slices(
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
+    count: int,
     decode: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
     """Multiply as many tokens at a time as the decode kernels take. decode(rows, ids, None) is the
-    first product with its activation, decode(rows, ids, weights) the second.
+    first product with its activation, decode(rows, ids, weights) the second; count: of experts.
     """
-    topk = topk_ids.shape[1]
-    step, out = min(MAX_TOKENS, MAX_PAIRS // topk), torch.empty_like(x)
+    step = min(MAX_TOKENS, MAX_PAIRS // topk_ids.shape[1])
+    sums = []
     for part in (slice(begin, begin + step) for begin in range(0, len(x), step)):
         ids = topk_ids[part]
         y = decode(decode(x[part], ids, None), ids, topk_weights[part])
-        torch.sum(y.unflatten(0, (-1, topk)), 1, out=out[part])
-    return out
+        sums.append(nvfp4_moe_add_up(y, ids, count))
+    return sums[0] if len(sums) == 1 else torch.cat(sums) if sums else torch.empty_like(x)
 
 
 def grouped_by_torch(

@@ -48,10 +48,8 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
 #endif
 }
 
-constexpr uint32_t kSumThreads = 128;
-
 template <class T>
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kSumThreads, kSumBlocks)
     add_up(const __grid_constant__ Routing routing, const uint4* products, uint4* out, uint32_t tokens,
            uint32_t topk, uint32_t pieces) {
   instruction::let_next_kernel_start();

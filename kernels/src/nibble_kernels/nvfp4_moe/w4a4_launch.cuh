@@ -10,7 +10,8 @@
 
 namespace nibble::w4a4_experts {
 
-constexpr uint32_t kRowThreads = 256, kSumThreads = 128;
+using experts::kSumThreads;
+constexpr uint32_t kRowThreads = 256;
 
 __global__ void __launch_bounds__(kRouteThreads)
     order_pairs(const __grid_constant__ Routing routing, uint32_t tokens) {
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(w4a4::kThreads, 1) multiply(const __grid_const
 }
 
 template <class T>
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kSumThreads, experts::kSumBlocks)
     add_up(const int32_t* ids, uint32_t experts, const uint4* products, uint4* out, uint32_t tokens,
            uint32_t topk, uint32_t pieces) {
   wait_for_kernel_before();

@@ -1,4 +1,6 @@
-"""nibble::route_experts and norm_route_experts: a router of experts in one launch."""
+"""nibble::route_experts and norm_route_experts: a router of experts, for a few tokens in one
+launch.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,19 @@ import torch
 from torch import Tensor
 
 from nibble_kernels.library import operator
-from nibble_kernels.router.reference import add_and_norm, choose_experts, logits_of
+from nibble_kernels.router.reference import (
+    add_and_norm,
+    choose_experts,
+    logits_of,
+    shared_factors_of,
+)
 
 __all__ = [
+    "APART",
     "MAX_CHOSEN",
     "MAX_COLUMNS",
     "MAX_EXPERTS",
+    "MAX_TOKENS_AT_ONCE",
     "norm_route_experts",
     "route_experts",
     "weights_and_ids",
@@ -19,6 +28,8 @@ __all__ = [
 
 # Of problem.h.
 MAX_EXPERTS, MAX_CHOSEN, MAX_COLUMNS, CHUNK = 512, 32, 4096, 32
+MAX_TOKENS_AT_ONCE = 128
+APART = (-1, 0)  # a division: norm, product and choice in launches of their own
 
 
 def _route(
@@ -43,15 +54,23 @@ def _norm_route(
     norm: Tensor,
     epsilon: float,
     norm_offset: float,
+    shared_gate: Tensor | None,
     gate: Tensor,
     *options: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     normed, total = add_and_norm(x, residual, norm, epsilon, norm_offset)
-    return normed, total, _route(normed, gate, *options)  # type: ignore[arg-type]
+    factors = _empty_factors(x, None)
+    if shared_gate is not None:
+        factors = shared_factors_of(normed, shared_gate)
+    return normed, total, _route(normed, gate, *options), factors  # type: ignore[arg-type]
 
 
 def _empty_choices(x: Tensor, topk: int) -> Tensor:
     return x.new_empty((2, x.shape[0], topk), dtype=torch.float32)
+
+
+def _empty_factors(x: Tensor, shared_gate: Tensor | None) -> Tensor:
+    return x.new_empty((0 if shared_gate is None else x.shape[0], 1))
 
 
 _OPTIONS = (
@@ -65,12 +84,13 @@ _route_experts = operator(
 )
 _norm_route_experts = operator(
     "norm_route_experts(Tensor x, Tensor residual, Tensor norm, float epsilon, float norm_offset,"
-    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f" Tensor? shared_gate, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _norm_route,
-    lambda x, residual, norm, epsilon, norm_offset, gate, topk, *rest: (
+    lambda x, residual, norm, epsilon, norm_offset, shared_gate, gate, topk, *rest: (
         torch.empty_like(x),
         torch.empty_like(x),
         _empty_choices(x, topk),
+        _empty_factors(x, shared_gate),
     ),
 )
 
@@ -92,9 +112,10 @@ def route_experts(
 
     x: bfloat16 [T, H], gate: bfloat16 [E, H]; bias: float32 [E], for the choice alone; padding:
     bool [T], tokens that get no experts. Scores are softmax of the logits, or sigmoid. On a GPU H
-    is a multiple of 32 up to MAX_COLUMNS and E up to MAX_EXPERTS, and a token's bits depend on
-    nothing but its row. division: groups of 8 tokens in a thread block and blocks in a cluster, for
-    tests and measurements.
+    is a multiple of 32 up to MAX_COLUMNS and E up to MAX_EXPERTS. Up to MAX_TOKENS_AT_ONCE tokens
+    are one launch, where a token's bits depend on nothing but its row; more take torch's product.
+    division: groups of 8 tokens in a thread block and blocks in a cluster, or APART, for tests and
+    measurements.
     """
     return _route_experts(
         x, gate, topk, sigmoid, renormalize, bias, scale, round_logits, padding, *division
@@ -110,6 +131,7 @@ def norm_route_experts(
     topk: int,
     *,
     norm_offset: float = 0.0,
+    shared_gate: Tensor | None = None,
     sigmoid: bool = False,
     renormalize: bool = True,
     bias: Tensor | None = None,
@@ -117,13 +139,17 @@ def norm_route_experts(
     round_logits: bool = True,
     padding: Tensor | None = None,
     division: tuple[int, int] = (0, 0),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, x + residual, route_experts(y)) where y is RMSNorm of x + residual, times norm +
-    norm_offset, in float32 and rounded once.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, x + residual, route_experts(y), factors) where y is RMSNorm of x + residual, times norm +
+    norm_offset, in float32 and rounded once. y and the sum have the same bits for any number of
+    tokens.
+
+    factors: [T, 1], sigmoid of y times shared_gate [H] or [1, H], a shared expert's gate; [0, 1]
+    without it. One launch also needs a gate of at most 2^20 weights.
     """
     return _norm_route_experts(
-        x, residual, norm, epsilon, norm_offset, gate, topk, sigmoid, renormalize, bias, scale,
-        round_logits, padding, *division,
+        x, residual, norm, epsilon, norm_offset, shared_gate, gate, topk, sigmoid, renormalize,
+        bias, scale, round_logits, padding, *division,
     )  # fmt: skip
 
 

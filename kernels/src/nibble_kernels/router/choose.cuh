@@ -1,8 +1,7 @@
 // A token's experts from its logits, in a warp.
 #pragma once
 
-#include "nibble/tensor_core.cuh"
-#include "router/problem.h"
+#include "router/row.cuh"
 
 namespace nibble::router {
 
@@ -19,12 +18,12 @@ __device__ __forceinline__ float number_of(uint32_t key) {
 template <uint32_t Each>
 struct Choice {
   const Problem& p;
-  const float *logits, *bias;  // [experts] in shared memory
+  const float* bias;  // [experts]
   uint32_t token;
   bool is_padding;
 
-  __device__ __forceinline__ void run() {
-    float scores[Each];
+  // scores: the logits of the lane's experts; those of experts that are not there are not read.
+  __device__ __forceinline__ void run(float (&scores)[Each]) {
     uint32_t keys[Each];
     find_scores(scores);
 #pragma unroll
@@ -46,11 +45,6 @@ struct Choice {
   }
 
   __device__ __forceinline__ void find_scores(float (&scores)[Each]) const {
-#pragma unroll
-    for (uint32_t i = 0; i < Each; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(logits + first() + i);
-      scores[i] = four.x, scores[i + 1] = four.y, scores[i + 2] = four.z, scores[i + 3] = four.w;
-    }
     if (p.sigmoid) {
 #pragma unroll
       for (uint32_t i = 0; i < Each; ++i) scores[i] = 1.0f / (1.0f + expf(-scores[i]));
@@ -105,5 +99,52 @@ struct Choice {
     p.ids[at] = is_padding ? -1 : id;
   }
 };
+
+template <uint32_t Each>
+__device__ __forceinline__ void load_floats(float (&to)[Each], const float* from) {
+#pragma unroll
+  for (uint32_t i = 0; i < Each; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+  }
+}
+template <uint32_t Each>
+__device__ __forceinline__ void load_bfloats(float (&to)[Each], const uint16_t* from) {
+#pragma unroll
+  for (uint32_t i = 0; i < Each; i += 4) {
+    const uint2 four = *reinterpret_cast<const uint2*>(from + i);
+    to[i] = low(four.x), to[i + 1] = high(four.x), to[i + 2] = low(four.y), to[i + 3] = high(four.y);
+  }
+}
+
+// A token's choice from p.logits.
+template <uint32_t Each>
+__device__ __forceinline__ void choose_from_memory(const Problem& p, uint32_t token) {
+  const uint32_t first = threadIdx.x % kLanes * Each;
+  const size_t begin = size_t{token} * p.experts + first;
+  const uint16_t* const bfloats = static_cast<const uint16_t*>(p.logits) + begin;
+  const float* const floats = static_cast<const float*>(p.logits) + begin;
+  float logits[Each] = {};
+  if (p.experts % 4 == 0) {
+#pragma unroll
+    for (uint32_t i = 0; i < Each; i += 4) {
+      if (first + i >= p.experts) continue;
+      float four[4];
+      if (p.round_logits) {
+        load_bfloats(four, bfloats + i);
+      } else {
+        load_floats(four, floats + i);
+      }
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k) logits[i + k] = four[k];
+    }
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < Each; ++i) {
+      if (first + i < p.experts) logits[i] = p.round_logits ? low(bfloats[i]) : floats[i];
+    }
+  }
+  Choice<Each>{p, p.bias, token, p.padding != nullptr && p.padding[token]}.run(logits);
+}
 
 }  // namespace nibble::router

@@ -4,7 +4,6 @@
 // cluster.
 #pragma once
 
-#include "nibble/tensor_core.cuh"
 #include "router/choose.cuh"
 #include "router/problem.h"
 
@@ -34,9 +33,9 @@ __host__ __device__ constexpr uint32_t experts_stride(uint32_t experts) {
 template <class F>
 __host__ __device__ constexpr uint32_t shared_bytes(uint32_t experts, uint32_t ranks) {
   const uint32_t rows = (F::kTokens + ranks - 1) / ranks;
-  const uint32_t norm_bytes = F::kHasNorm ? F::kMostColumns * 2 : 0;
-  return norm_bytes +
-         4 * (F::kPartialFloats + kWarps * F::kTokens + (rows + 1) * experts_stride(experts) + F::kTokens);
+  const uint32_t norm_bytes = F::kHasNorm ? 2 * F::kMostColumns * 2 : 0;  // with a shared expert's gate
+  return norm_bytes + 4 * (F::kPartialFloats + 2 * kWarps * F::kTokens +
+                           (rows + 1) * experts_stride(experts) + F::kTokens);
 }
 
 template <class F>
@@ -51,9 +50,11 @@ class Router {
         chunks_(problem.columns / kChunk),
         stride_(problem.columns / 8),
         norm_(shared),
-        partials_(reinterpret_cast<float*>(shared + (F::kHasNorm ? F::kMostColumns / 8 : 0))),
+        shared_gate_(norm_ + (F::kHasNorm ? F::kMostColumns / 8 : 0)),
+        partials_(reinterpret_cast<float*>(shared_gate_ + (F::kHasNorm ? F::kMostColumns / 8 : 0))),
         squares_(partials_ + F::kPartialFloats),
-        bias_(squares_ + kWarps * F::kTokens),
+        dots_(squares_ + kWarps * F::kTokens),
+        bias_(dots_ + kWarps * F::kTokens),
         logits_(bias_ + experts_stride(problem.experts)),
         padding_(reinterpret_cast<uint32_t*>(
             logits_ + (F::kTokens + ranks - 1) / ranks * experts_stride(problem.experts))) {}
@@ -72,6 +73,7 @@ class Router {
     instruction::wait_for_copies<0>();
     find_logits();
     choose();
+    if (F::kHasNorm && p_.shared_gate) find_shared_factors();
   }
 
  private:
@@ -114,9 +116,12 @@ class Router {
     }
   }
 
-  // The norm's weight and the bias, to shared memory.
+  // The norm's weight, the shared expert's gate and the bias, to shared memory.
   __device__ __forceinline__ void copy_constants() const {
-    if (F::kHasNorm && threadIdx.x < stride_) copy(norm_ + threadIdx.x, p_.norm + threadIdx.x);
+    if (F::kHasNorm && threadIdx.x < stride_) {
+      copy(norm_ + threadIdx.x, p_.norm + threadIdx.x);
+      if (p_.shared_gate) copy(shared_gate_ + threadIdx.x, p_.shared_gate + threadIdx.x);
+    }
     if (p_.bias && threadIdx.x < p_.experts) {
       instruction::copy_word(instruction::shared_place(reinterpret_cast<uint8_t*>(bias_ + threadIdx.x)),
                              reinterpret_cast<const uint32_t*>(p_.bias + threadIdx.x));
@@ -150,30 +155,8 @@ class Router {
     }
   }
 
-  struct Eight {
-    float values[8];
-  };
-  __device__ __forceinline__ static Eight floats_of(const uint4& eight) {
-    return {{low(eight.x), high(eight.x), low(eight.y), high(eight.y), low(eight.z), high(eight.z),
-             low(eight.w), high(eight.w)}};
-  }
-  __device__ __forceinline__ static float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-  __device__ __forceinline__ static float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
-  __device__ __forceinline__ static uint32_t pair_of(float a, float b) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  __device__ __forceinline__ static uint4 rounded(const Eight& x) {
-    const float(&v)[8] = x.values;
-    return make_uint4(pair_of(v[0], v[1]), pair_of(v[2], v[3]), pair_of(v[4], v[5]), pair_of(v[6], v[7]));
-  }
-
   __device__ __forceinline__ Eight sum_at(uint32_t group, uint32_t i) const {
-    Eight x = floats_of(p_.x[row(group) + place(i)]);
-    const Eight residual = floats_of(p_.residual[row(group) + place(i)]);
-#pragma unroll
-    for (uint32_t j = 0; j < 8; ++j) x.values[j] += residual.values[j];
-    return x;
+    return sum_of(p_.x[row(group) + place(i)], p_.residual[row(group) + place(i)]);
   }
 
   // x + residual in float32, its norm, and both rounded. Every block of a cluster has all of it and writes a
@@ -187,11 +170,7 @@ class Router {
         if (!is_token(group) || !is_chunk(i)) continue;
         const Eight x = sum_at(group, i);
         if (i % ranks_ == rank_) p_.sum[row(group) + place(i)] = rounded(x);
-        float pairs[4];
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j)
-          pairs[j] = x.values[2 * j] * x.values[2 * j] + x.values[2 * j + 1] * x.values[2 * j + 1];
-        squares += (pairs[0] + pairs[1]) + (pairs[2] + pairs[3]);
+        squares += dot(x, x);
       }
       squares += __shfl_xor_sync(~0u, squares, 1);
       squares += __shfl_xor_sync(~0u, squares, 2);
@@ -201,21 +180,21 @@ class Router {
     __syncthreads();
 #pragma unroll
     for (uint32_t group = 0; group < F::kGroups; ++group) {
-      const float mean = sum_of_warps(squares_ + group * kTokens + row_in_group(), F::kTokens) /
-                         static_cast<float>(p_.columns);
-      const float factor = rsqrtf(mean + p_.epsilon);
+      const float factor =
+          factor_of(p_, sum_of_warps(squares_ + group * kTokens + row_in_group(), F::kTokens));
+      float dots = 0;
 #pragma unroll
       for (uint32_t i = 0; i < F::kChunks; ++i) {
         x_[group][i] = make_uint4(0, 0, 0, 0);
         if (!is_token(group) || !is_chunk(i)) continue;
-        Eight x = sum_at(group, i);
-        const Eight weight = floats_of(norm_[place(i)]);
-#pragma unroll
-        for (uint32_t j = 0; j < 8; ++j)
-          x.values[j] = x.values[j] * factor * (weight.values[j] + p_.norm_offset);
-        x_[group][i] = rounded(x);
+        x_[group][i] = normal_of(p_, sum_at(group, i), factor, norm_[place(i)]);
         if (i % ranks_ == rank_) p_.normed[row(group) + place(i)] = x_[group][i];
+        if (p_.shared_gate) dots += dot(floats_of(x_[group][i]), floats_of(shared_gate_[place(i)]));
       }
+      if (!p_.shared_gate) continue;
+      dots += __shfl_xor_sync(~0u, dots, 1);
+      dots += __shfl_xor_sync(~0u, dots, 2);
+      if (quarter() == 0) dots_[warp() * F::kTokens + group * kTokens + row_in_group()] = dots;
     }
   }
 
@@ -332,13 +311,22 @@ class Router {
   }
   template <uint32_t Each>
   __device__ __forceinline__ void choose(uint32_t token, const float* logits) const {
-    Choice<Each>{p_, logits, bias_, first_token_ + token, padding_[token] != 0}.run();
+    float scores[Each];
+    load_floats(scores, logits + threadIdx.x % kLanes * Each);
+    Choice<Each>{p_, bias_, first_token_ + token, padding_[token] != 0}.run(scores);
+  }
+
+  // In the last warp, which has the fewest tokens to choose for; each block has a share of the tokens.
+  __device__ __forceinline__ void find_shared_factors() const {
+    const uint32_t token = threadIdx.x % kLanes;
+    if (warp() != kWarps - 1 || token >= tokens_ || token % ranks_ != rank_) return;
+    write_shared_factor(p_, first_token_ + token, sum_of_warps(dots_ + token, F::kTokens));
   }
 
   const Problem& p_;
   const uint32_t ranks_, rank_, first_token_, tokens_, chunks_, stride_;
-  uint4* const norm_;
-  float *const partials_, *const squares_, *const bias_, *const logits_;
+  uint4 *const norm_, *const shared_gate_;
+  float *const partials_, *const squares_, *const dots_, *const bias_, *const logits_;
   uint32_t* const padding_;
   Gate gates_[F::kBuffers];
   uint4 x_[F::kGroups][F::kChunks];

@@ -9,7 +9,9 @@
 #include <type_traits>
 #include <utility>
 
+#include "nibble/overlap.cuh"
 #include "router/gate.cuh"
+#include "router/norm.cuh"
 
 namespace nibble::router {
 
@@ -18,6 +20,21 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     route(const __grid_constant__ Problem problem, const uint32_t ranks) {
   extern __shared__ uint4 memory[];
   Router<F>(problem, ranks, memory).run();
+}
+
+template <uint32_t Chunks>
+__global__ void __launch_bounds__(Norm<Chunks>::kThreads, 16 / Chunks)
+    add_and_norm(const __grid_constant__ Problem problem) {
+  __shared__ typename Norm<Chunks>::Shared shared;
+  Norm<Chunks>(problem, shared).run();
+}
+
+inline constexpr uint32_t kChoiceThreads = 256;
+template <uint32_t Each>
+__global__ void __launch_bounds__(kChoiceThreads) choose(const __grid_constant__ Problem problem) {
+  wait_for_kernel_before();
+  const uint32_t token = (blockIdx.x * kChoiceThreads + threadIdx.x) / kLanes;
+  if (token < problem.tokens) choose_from_memory<Each>(problem, token);
 }
 
 inline cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], uint32_t blocks, uint32_t ranks,
@@ -104,6 +121,23 @@ inline cudaError_t launch(const Problem& p, uint32_t groups, uint32_t ranks, int
   if (p.columns <= 4 * kChunk * kWarps)
     return p.residual ? run(launch_columns<4, true>) : run(launch_columns<4, false>);
   return p.residual ? run(launch_columns<8, true>) : run(launch_columns<8, false>);
+}
+
+inline cudaError_t launch_norm(const Problem& p, cudaStream_t stream) {
+  using N = Norm<4>;
+  static_assert(N::kTokens == Norm<8>::kTokens && N::kThreads == Norm<8>::kThreads);
+  const auto kernel = p.columns <= 4 * kChunk * kWarps ? add_and_norm<4> : add_and_norm<8>;
+  return launch_early((p.tokens + N::kTokens - 1) / N::kTokens, N::kThreads, 0, stream, kernel, p);
+}
+
+inline cudaError_t launch_choice(const Problem& p, cudaStream_t stream) {
+  constexpr uint32_t kTokensOfBlock = kChoiceThreads / kLanes;
+  const auto run = [&](auto kernel) {
+    return launch_early((p.tokens + kTokensOfBlock - 1) / kTokensOfBlock, kChoiceThreads, 0, stream, kernel,
+                        p);
+  };
+  if (p.experts <= 128) return run(choose<4>);
+  return p.experts <= 256 ? run(choose<8>) : run(choose<16>);
 }
 
 }  // namespace nibble::router

@@ -22,6 +22,14 @@ def logits_of(x: Tensor, gate: Tensor, round_logits: bool) -> Tensor:
     return logits.to(x.dtype).float() if round_logits else logits
 
 
+def shared_factors_of(x: Tensor, gate: Tensor) -> Tensor:
+    """[T, 1]: sigmoid of x times a shared expert's gate [H], rounded as a linear layer and sigmoid
+    in x's dtype are.
+    """
+    logits = (x.float() @ gate.float().reshape(-1, 1)).to(x.dtype)
+    return logits.float().sigmoid().to(x.dtype)
+
+
 def choose_experts(
     logits: Tensor,
     topk: int,

@@ -1,4 +1,5 @@
 // nibble::route_experts and norm_route_experts on NVIDIA GPUs.
+#include <array>
 #include <optional>
 
 #include "nibble/cuda.h"
@@ -24,8 +25,26 @@ void check_bfloat16(const Tensor& x, const char* name) {
           " in bfloat16 without gaps");
 }
 
-// [2, tokens, topk]: weights, and ids as bits of float32.
-Tensor choose(Problem p, const Tensor& x, const Tensor& gate, const Options& o) {
+template <class... Arguments>
+Tensor run_operator(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// As vLLM computes them: bfloat16 from a linear layer, or float32.
+Tensor logits_of(const Tensor& x, const Tensor& gate, bool round_logits) {
+  if (round_logits) return run_operator("aten::linear", "", x, gate, std::optional<Tensor>());
+  return run_operator("aten::mm", "dtype", x, torch::stable::transpose(gate, 0, 1), ScalarType::Float);
+}
+
+bool is_one_launch(const Problem& p, const Options& o) {
+  if (o.groups != 0 || o.ranks != 0) return o.groups >= 0;
+  return p.tokens <= kMostTokensAtOnce && (!p.residual || p.experts * p.columns <= kMostWeightsAtOnce);
+}
+
+// [2, tokens, topk]: weights, and ids as bits of float32. normed: the norm's result, which it may write.
+Tensor choose(Problem p, const Tensor& x, const Tensor& normed, const Tensor& gate, const Options& o) {
   check_bfloat16(x, "x"), check_bfloat16(gate, "the gate's weight");
   const int64_t tokens = x.size(0), columns = x.size(1), experts = gate.size(0);
   require(x.dim() == 2 && gate.dim() == 2 && gate.size(1) == columns, "expected x [T, H] and a gate [E, H]");
@@ -38,9 +57,9 @@ Tensor choose(Problem p, const Tensor& x, const Tensor& gate, const Options& o) 
           "expected a float32 bias for each expert");
   require(!o.padding || (o.padding->scalar_type() == ScalarType::Bool && o.padding->numel() >= tokens),
           "expected a bool for each token");
-  require((o.groups == 0 || o.groups == 1 || o.groups == 2 || o.groups == 4) && o.ranks >= 0 &&
-              o.ranks <= kMostRanks && (o.ranks & (o.ranks - 1)) == 0,
-          "expected 1, 2 or 4 groups and 1, 2, 4 or 8 ranks");
+  require((o.groups == -1 || o.groups == 0 || o.groups == 1 || o.groups == 2 || o.groups == 4) &&
+              o.ranks >= 0 && o.ranks <= kMostRanks && (o.ranks & (o.ranks - 1)) == 0,
+          "expected 1, 2 or 4 groups and 1, 2, 4 or 8 ranks, or -1 groups");
   const Tensor choices = torch::stable::new_empty(x, {2, tokens, o.topk}, ScalarType::Float);
   if (tokens == 0) return choices;
   p.x = rows_of(x), p.gate = rows_of(gate);
@@ -53,22 +72,32 @@ Tensor choose(Problem p, const Tensor& x, const Tensor& gate, const Options& o) 
   p.scale = static_cast<float>(o.scale);
   p.sigmoid = o.sigmoid, p.renormalize = o.renormalize, p.round_logits = o.round_logits;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  check(launch(p, static_cast<uint32_t>(o.groups), static_cast<uint32_t>(o.ranks), x.get_device_index(),
-               current_stream(x)));
+  const cudaStream_t stream = current_stream(x);
+  if (is_one_launch(p, o)) {
+    check(launch(p, static_cast<uint32_t>(o.groups), static_cast<uint32_t>(o.ranks), x.get_device_index(),
+                 stream));
+    return choices;
+  }
+  if (p.residual) check(launch_norm(p, stream));
+  const Tensor logits = logits_of(normed, gate, o.round_logits);
+  p.logits = logits.const_data_ptr();
+  check(launch_choice(p, stream));
   return choices;
 }
 
 Tensor route_experts(const Tensor& x, const Tensor& gate, int64_t topk, bool sigmoid, bool renormalize,
                      const std::optional<Tensor>& bias, double scale, bool round_logits,
                      const std::optional<Tensor>& padding, int64_t groups, int64_t ranks) {
-  return choose(Problem{}, torch::stable::contiguous(x), gate,
+  const Tensor rows = torch::stable::contiguous(x);
+  return choose(Problem{}, rows, rows, gate,
                 {topk, sigmoid, renormalize, bias, scale, round_logits, padding, groups, ranks});
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_route_experts(
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_route_experts(
     const Tensor& input, const Tensor& residual, const Tensor& norm, double epsilon, double norm_offset,
-    const Tensor& gate, int64_t topk, bool sigmoid, bool renormalize, const std::optional<Tensor>& bias,
-    double scale, bool round_logits, const std::optional<Tensor>& padding, int64_t groups, int64_t ranks) {
+    const std::optional<Tensor>& shared_gate, const Tensor& gate, int64_t topk, bool sigmoid,
+    bool renormalize, const std::optional<Tensor>& bias, double scale, bool round_logits,
+    const std::optional<Tensor>& padding, int64_t groups, int64_t ranks) {
   const Tensor x = torch::stable::contiguous(input), rest = torch::stable::contiguous(residual);
   check_same(x, rest, "the residual");
   check_bfloat16(norm, "the norm's weight");
@@ -79,9 +108,16 @@ std::tuple<Tensor, Tensor, Tensor> norm_route_experts(
   p.normed = static_cast<uint4*>(normed.mutable_data_ptr());
   p.sum = static_cast<uint4*>(sum.mutable_data_ptr());
   p.epsilon = static_cast<float>(epsilon), p.norm_offset = static_cast<float>(norm_offset);
-  const Tensor choices =
-      choose(p, x, gate, {topk, sigmoid, renormalize, bias, scale, round_logits, padding, groups, ranks});
-  return {normed, sum, choices};
+  const Tensor factors = torch::stable::new_empty(x, {shared_gate ? x.size(0) : 0, 1}, x.scalar_type());
+  if (shared_gate) {
+    check_bfloat16(*shared_gate, "the shared expert's gate");
+    require(shared_gate->numel() == x.size(1), "expected a gate of the shared expert for each column");
+    p.shared_gate = rows_of(*shared_gate);
+    p.shared_factors = static_cast<uint16_t*>(factors.mutable_data_ptr());
+  }
+  const Tensor choices = choose(
+      p, x, normed, gate, {topk, sigmoid, renormalize, bias, scale, round_logits, padding, groups, ranks});
+  return {normed, sum, choices, factors};
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ def fused_result(name: str, router: Any, gate: Any, columns: int, device: torch.
     if not clear.any():
         raise Unknown("in all random inputs a rounding decides the choice")
     x, logits = x[clear][:ROWS], logits[clear][:ROWS]
-    weights, ids = weights_and_ids(gate.choices(x.to(device)))
+    weights, ids = weights_and_ids(gate(x.to(device))[0])
     routed = torch.zeros(len(logits), logits.shape[1])
     routed.scatter_(1, ids.long().cpu(), weights.float().cpu())
     return compare("routing", "route_experts", name, routed, {"plain": route(router, logits)})
