@@ -52,6 +52,8 @@ __device__ __forceinline__ uint4 ordered(const uint4 (&quarters)[4], uint32_t i)
 template <class T, class Operand, class Form>
 struct Multiplier {
   using Sums = float[Form::kSums];
+  static constexpr uint32_t kEarly = 2;  // stages that are filled before x is asked for
+  static_assert(kEarly <= Form::kStages);
 
   const Problem& p;
   const SharedPlace shared;  // [stages]: codes [groups], scales [groups], x
@@ -144,10 +146,18 @@ struct Multiplier {
     instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
   }
 
-  // By one thread, before the previous kernel is over: weights do not depend on it, x does.
+  // By one thread, before the previous kernel is over: weights do not depend on it, x does. Only some, because
+  // x comes after all that is under way when it is asked for.
   __device__ __forceinline__ void fetch_first_weights() const {
     Place at = first();
-    for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) fetch_weight(at);
+    for (uint32_t i = 0; i < kEarly && at.left != 0; ++i, advance(at)) fetch_weight(at);
+  }
+  // Of the other stages.
+  __device__ __forceinline__ void fill() const {
+    Place at = first();
+    for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) {
+      if (i >= kEarly) fetch_weight(at);
+    }
   }
 
   // One thread, where x is in order.
@@ -156,10 +166,8 @@ struct Multiplier {
     instruction::wait_for_previous_kernel();
     Place at = first();
     for (uint32_t i = 0; at.left != 0; ++i, advance(at)) {
-      if (i >= Form::kStages) {
-        wait_for_stage(at);
-        fetch_weight(at);
-      }
+      if (i >= Form::kStages) wait_for_stage(at);
+      if (i >= kEarly) fetch_weight(at);
       fetch_x(at);
     }
   }
@@ -214,6 +222,7 @@ struct Multiplier {
     for (uint32_t i = 0; i < kAhead; ++i) {
       if (source.left != 0) load_x(source, x[i]);
     }
+    if (fetches_weights) fill();
     while (at.left != 0) {
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; ++i) {
