@@ -328,10 +328,18 @@ def test_a_row_does_not_depend_on_the_others(level: str) -> None:
     for row in range(8):
         assert torch.equal(linear(level, x[row : row + 1], weight, scales), few[row : row + 1])
     if level in ("avx2", "avx_vnni", "avx512_vnni"):  # words
-        halves = x.bfloat16()
-        assert torch.equal(
-            linear(level, halves[:8], weight, scales), linear(level, halves, weight, scales)[:8]
-        )
+        # One row alone is multiplied as digits, where its scale allows that.
+        halves = x.bfloat16() * torch.exp2(torch.tensor([0, 90, 108, -50, -80, 0, 0, 0]))[
+            torch.arange(len(x)) % 8, None
+        ].to(torch.bfloat16)
+        halves[5] = 255 / 128  # the largest significand
+        halves[6, ::7] *= 2.0**-9
+        all_rows = linear(level, halves, weight, scales)
+        assert all_rows.isfinite().all()
+        assert torch.equal(linear(level, halves[:8], weight, scales), all_rows[:8])
+        for row in range(8):
+            alone = linear(level, halves[row : row + 1], weight, scales)
+            assert torch.equal(alone, all_rows[row : row + 1]), row
     for begin, end in ((0, 9), (5, 40), (250, 300)):
         assert torch.equal(linear(level, x[begin:end], weight, scales), many[begin:end])
     long = torch.cat((x, x[:220]))  # the last ones are few, beyond a whole number of portions
