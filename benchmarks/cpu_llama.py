@@ -16,7 +16,8 @@ All four servers start at the same time, stay loaded and are idle except for the
 measured. They are
 measured in turns, `--rounds` times; the fastest counts, because other programs only add time. No
 round begins after `--seconds`, except for each model's first. A round waits until other programs
-use less than `--most-busy` of the cores, for at most two minutes; `busy` is what they used then.
+use less than `--most-busy` of the cores, for at most two minutes, or not at all with 1; `busy` is
+what they used then.
 Rows of other models, instructions and numbers of cores stay in the file. llama.cpp runs in its own
 process with a thread for each core that nibble uses, through its batched decoding for four streams.
 Both sides start with 16 tokens and decode 48. Rows have tokens per second of all streams together;
@@ -289,7 +290,7 @@ def nibble_level() -> str:
 def wait_for_idle(most: float) -> float:
     """The share of the cores that is in use, once it is below `most`, or after IDLE_LIMIT_S."""
     until = time.monotonic() + IDLE_LIMIT_S
-    while (busy := busy_share()) >= most and time.monotonic() < until:
+    while (busy := busy_share()) >= most and most < 1 and time.monotonic() < until:
         pass
     return busy
 
