@@ -12,10 +12,12 @@ Writes one generated Qwen3 for each shape in four forms: GGUF with Q4_0 and with
 checkpoints with W4A16 and W4A4. Embedding and head are BF16 in all of them. Speed depends on the
 shapes, not on the values, so all layers of a GGUF have equal ones.
 
-All four servers are loaded at the same time and idle except for the one that is measured. They are
+All four servers start at the same time, stay loaded and are idle except for the one that is
+measured. They are
 measured in turns, `--rounds` times; the fastest counts, because other programs only add time. No
 round begins after `--seconds`, except for each model's first. A round waits until other programs
-use less than `--most-busy` of the cores, for at most two minutes; `busy` is what they used then.
+use less than `--most-busy` of the cores, for at most two minutes, or not at all with 1; `busy` is
+what they used then.
 Rows of other models, instructions and numbers of cores stay in the file. llama.cpp runs in its own
 process with a thread for each core that nibble uses, through its batched decoding for four streams.
 Both sides start with 16 tokens and decode 48. Rows have tokens per second of all streams together;
@@ -58,6 +60,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,7 @@ from machine import machine  # noqa: E402
 
 LLAMA = Path(__file__).with_name("llama_answers.py")
 BEGAN = time.monotonic()
+Ask = Callable[[str], float]  # "decode 4" -> tokens per second
 WHAT = ("decode 1", "decode 4", "prompt 256")
 START_LIMIT_S, IDLE_LIMIT_S = 300, 120
 # vLLM asks torch which of its libraries to load.
@@ -215,14 +219,15 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[list[dict[str, Any]
     files = write_models(name, args.folder / name)
     computes = {"nibble": nibble_level()}
     with contextlib.ExitStack() as stack:
-        servers: dict[str, Callable[[str], float]] = {
-            form: stack.enter_context(
-                llama(args.llama_python, files[form], cores, computes)
+        servers = started(
+            stack,
+            {
+                form: llama(args.llama_python, files[form], cores, computes)
                 if form.startswith("llama")
                 else nibble(files[form], args.folder)
-            )
-            for form in FORMS
-        }
+                for form in FORMS
+            },
+        )
         best = {what: dict.fromkeys(FORMS, 0.0) for what in WHAT}
         read_bytes_s = busy = 0.0
         for number in range(args.rounds):
@@ -240,6 +245,21 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[list[dict[str, Any]
                 {"cores": cores, "rounds": number + 1} | row | {"busy": round(busy, 2)}
                 for row in rows
             ]
+
+
+def started(
+    stack: contextlib.ExitStack, servers: dict[str, contextlib.AbstractContextManager[Ask]]
+) -> dict[str, Ask]:
+    """Starts all at the same time; `stack` ends those that have started, also if another fails."""
+
+    def start(server: contextlib.AbstractContextManager[Ask]) -> Ask:
+        ask = server.__enter__()
+        stack.push(server.__exit__)
+        return ask
+
+    with ThreadPoolExecutor(len(servers)) as pool:
+        asks = {form: pool.submit(start, server) for form, server in servers.items()}
+    return {form: ask.result() for form, ask in asks.items()}
 
 
 def rows_of(
@@ -270,7 +290,7 @@ def nibble_level() -> str:
 def wait_for_idle(most: float) -> float:
     """The share of the cores that is in use, once it is below `most`, or after IDLE_LIMIT_S."""
     until = time.monotonic() + IDLE_LIMIT_S
-    while (busy := busy_share()) >= most and time.monotonic() < until:
+    while (busy := busy_share()) >= most and most < 1 and time.monotonic() < until:
         pass
     return busy
 
@@ -290,9 +310,7 @@ def busy_share() -> float:
 
 
 @contextlib.contextmanager
-def llama(
-    python: Path, file: Path, threads: int, computes: dict[str, str]
-) -> Iterator[Callable[[str], float]]:
+def llama(python: Path, file: Path, threads: int, computes: dict[str, str]) -> Iterator[Ask]:
     words = [str(python), str(LLAMA), str(file), str(threads)]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -321,7 +339,7 @@ def llama(
 @contextlib.contextmanager
 def nibble(
     model: Path, folder: Path, row: dict[str, float] | None = None, command: str = "nibble"
-) -> Iterator[Callable[[str], float]]:
+) -> Iterator[Ask]:
     """A server. With `row`, only its start is measured."""
     ports = [free_port(), free_port()]
     own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}

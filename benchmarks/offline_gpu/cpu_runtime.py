@@ -7,8 +7,8 @@ For the lane `cpu_llama` on a machine without a network. PyTorch's CPU build may
 machine's Python, so this Python travels along. It packs into parts c00, c01, ...
 
 - python/: this interpreter with its standard library and what it links to; the packages of
-  requirements/cpu.lock without SKIP, torch's CPU build, nibble-kernels, and nibble's metadata (its
-  modules are those of the tree that is tested)
+  requirements/cpu.lock without SKIP, torch's CPU build, nibble-kernels, pytest, and nibble's
+  metadata (its modules are those of the tree that is tested)
 - kernels-avx_vnni/, kernels-avx2/: nibble-kernels without AVX-512, and without AVX-VNNI too
 - llama-amx/, llama-avx512/, llama-avx_vnni/, llama-avx2/: llama-cpp-python, compiled for those
 - lib/: other libraries that these link to
@@ -44,6 +44,7 @@ kiwisolver matplotlib opencensus opencensus-context opencv-python-headless py-sp
 sentry-sdk smart-open supervisor virtualenv anthropic
 """
 SKIP = _SKIP.split()
+TESTS = ("pytest", "iniconfig", "pluggy")  # of requirements/dev.lock; the rest is in cpu.lock
 UNUSED_STDLIB = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3")
 UNUSED_STDLIB += ("_tkinter.*", "nis.*", "site-packages", "__pycache__")
 # The C library's own, which belong to the machine.
@@ -65,6 +66,8 @@ INSTRUCTIONS = {
     "avx_vnni": ("AVX_VNNI",),
     "avx2": (),
 }
+# A native build's other flags on a Sapphire Rapids; each has a build folder of its own.
+MARCH = {"amx": "sapphirerapids"}
 _CMAKE = ["-DGGML_NATIVE=OFF", "-DLLAVA_BUILD=OFF"]
 _CMAKE += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("TOOLS", "EXAMPLES", "SERVER", "TESTS")]
 _CMAKE += [f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C", "BMI2")]
@@ -102,6 +105,8 @@ def install_packages(work: Path, site: Path) -> None:
     install = ["install", "--no-deps", "--no-compile", "--target", str(site)]
     pip(*install, "--require-hashes", "-r", str(requirements))
     pip(*install, pins.TORCH_CPU_REQUIREMENT)
+    locked = (REPO / "requirements/dev.lock").read_text()
+    pip(*install, *re.findall(rf"^(?:{'|'.join(TESTS)})==[^ ]+", locked, re.MULTILINE))
     pip(*install, "--no-index", str(shim.build(work)))
     tree = work / "nibble"
     shutil.rmtree(tree, ignore_errors=True)
@@ -166,10 +171,14 @@ def install_llama(work: Path, sources: Path, name: str, folder: Path) -> None:
     switches = [
         f"-DGGML_{each}={'ON' if each in chosen else 'OFF'}" for each in INSTRUCTIONS["amx"]
     ]
+    build = work / "llama-build"
+    if march := MARCH.get(name):
+        switches += [f"-DCMAKE_{language}_FLAGS=-march={march}" for language in ("C", "CXX")]
+        build = work / f"llama-build-{march}"
     words = ["install", "--no-deps", "--no-compile", "--target", str(folder)]
     with environment(CMAKE_ARGS=" ".join(_CMAKE + switches)):
-        # pip compiles in the same folder for each set, and fetches the build's own requirements.
-        pip(*words, f"--config-settings=build-dir={work / 'llama-build'}", str(sources))
+        # pip compiles in the same folder again, and fetches the build's own requirements.
+        pip(*words, f"--config-settings=build-dir={build}", str(sources))
     pip(*words, "diskcache>=5.6.1")
 
 

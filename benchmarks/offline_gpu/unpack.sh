@@ -75,6 +75,13 @@ import nibble_kernels
 from nibble.machine.cpus import compute_cores
 from nibble_kernels.nvfp4_linear import cpu_levels
 print(torch.__version__, m.version("vllm"), nibble_kernels.implementations(), cpu_levels(), compute_cores())
+from pathlib import Path
+# Tests look for a separate build; link the installed one there.
+from tests.support.kernels.kernel_build import build_folder
+folder, here = build_folder(), Path(nibble_kernels.__file__).parents[0]
+folder.mkdir(parents=True)
+for path in (here, *here.parent.glob("nibble_kernels-*.dist-info")):
+    (folder / path.name).symlink_to(path)
 PYTHON
     for llama in amx avx512 avx_vnni avx2; do ldd /tmp/cpu/llama-${llama}/llama_cpp/lib/libggml-cpu.so | grep "not found" || true; done
   )

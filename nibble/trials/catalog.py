@@ -8,7 +8,7 @@ from nibble.machine.targets import Target
 from nibble.trials.trial import Outcome, Shape, Trial
 
 # As nibble_kernels.nvfp4_linear.LEVELS, worst first.
-CPU_LEVELS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16")
+CPU_LEVELS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 # Rows that are a multiple of 8 and columns that are one of 16 are the least that kernels of
 # nibble's take; the last shape fills no tile.
 CPU_SHAPES: tuple[Shape, ...] = ((512, 1024), (1536, 512), (1032, 1552))

@@ -53,7 +53,7 @@ Tensor bf16_linear(const Tensor& input, const Tensor& weight) {
   auto products = bf16_products;
 #if NIBBLE_HAS_X86_LEVELS
   if (matmul_level().number >= kLevelWithAvx2) products = bf16_products_avx2;
-  if (matmul_level().number == kLevelWithBf16) products = bf16_products_avx512_bf16;
+  if (matmul_level().number >= kLevelWithBf16) products = bf16_products_avx512_bf16;
 #endif
   const int64_t unit = std::max<int64_t>(4, kPieceBytes / (2 * columns) / 4 * 4);
   share_out((weight_rows + unit - 1) / unit, [&](int64_t piece) {

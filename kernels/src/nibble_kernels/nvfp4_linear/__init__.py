@@ -13,7 +13,7 @@ from nibble_kernels.scale_layout import BLOCK
 
 __all__ = ["cpu_levels", "nvfp4_linear", "use_cpu_level"]
 
-LEVELS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16")
+LEVELS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 _nvfp4_linear = operator(
     "nvfp4_linear(Tensor x, Tensor weight, Tensor scales, Tensor global_scale, Tensor?"

@@ -5,6 +5,9 @@
 #include <cstring>
 
 #include "nibble/arch.h"
+#if NIBBLE_HAS_AMX
+#include "nibble/amx_tiles.h"
+#endif
 
 namespace nibble::cpu {
 
@@ -14,6 +17,10 @@ extern const ByteLoops kPortableBytes;
 extern const FloatLoops kAvx2Floats, kAvx512Floats, kAvx512Bf16Floats;
 extern const ByteLoops kAvx2Bytes, kAvxVnniBytes, kAvx512VnniBytes;
 extern const WordLoops kAvx2Words, kAvxVnniWords, kAvx512VnniWords;
+#endif
+#if NIBBLE_HAS_AMX
+FloatLoops with_amx(FloatLoops loops);
+ByteLoops with_amx(ByteLoops loops);
 #endif
 
 const std::vector<const MatmulLevel*>& matmul_levels() {
@@ -35,7 +42,14 @@ const std::vector<const MatmulLevel*>& matmul_levels() {
 #else
     const bool avx_vnni = avx2 && __builtin_cpu_supports("avxvnni");
 #endif
-    if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&kBf16);
+    const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+#if NIBBLE_HAS_AMX
+    static const FloatLoops kAmxFloats = with_amx(kAvx512Bf16Floats);
+    static const ByteLoops kAmxBytes = with_amx(kAvx512VnniBytes);
+    static const MatmulLevel kAmx{6, &kAmxFloats, &kAmxBytes, nullptr};
+    if (bf16 && tiles::permitted()) found.push_back(&kAmx);
+#endif
+    if (bf16) found.push_back(&kBf16);
     if (vnni) found.push_back(&kVnni);
     if (avx512) found.push_back(&kAvx512);
     if (avx_vnni) found.push_back(&kAvxVnni);

@@ -88,11 +88,23 @@ inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
           in_order(_mm256_add_epi32(sums.high, _mm256_madd_epi16(w.high, both)))};
 }
 
-#include "nibble/nvfp4_matmul_words.h"
+inline Bytes first_bytes(Bytes w, const int8_t* x) {
+  const __m256i each = broadcast_four(x);
+  return {in_order(_mm256_maddubs_epi16(w.low, each)), in_order(_mm256_maddubs_epi16(w.high, each))};
+}
+
+// At most 24 · 128 · 8 in each half of a lane.
+inline Sums combined(Bytes high, Bytes low) {
+  const __m256i unit = _mm256_set1_epi16(1), upper = _mm256_set1_epi16(256);
+  return {_mm256_add_epi32(_mm256_madd_epi16(high.low, upper), _mm256_madd_epi16(low.low, unit)),
+          _mm256_add_epi32(_mm256_madd_epi16(high.high, upper), _mm256_madd_epi16(low.high, unit))};
+}
+
+#include "nibble/nvfp4_one_word_row.h"
 
 }  // namespace
 
-extern const WordLoops kAvx2Words = kWordLoops;
+extern const WordLoops kAvx2Words = kWordLoopsWithDigits;
 extern const FloatLoops kAvx2Floats = kFloatLoops;
 extern const ByteLoops kAvx2Bytes = kByteLoops;
 

@@ -53,11 +53,20 @@ inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
   return {in_order(NIBBLE_DPWSSD(sums.low, w.low, both)), in_order(NIBBLE_DPWSSD(sums.high, w.high, both))};
 }
 
-#include "nibble/nvfp4_matmul_words.h"
+inline Bytes first_bytes(Bytes w, const int8_t* x) {
+  return multiply_bytes({_mm256_setzero_si256(), _mm256_setzero_si256()}, w, x);
+}
+
+inline Sums combined(Bytes high, Bytes low) {
+  return {_mm256_add_epi32(_mm256_slli_epi32(high.low, 8), low.low),
+          _mm256_add_epi32(_mm256_slli_epi32(high.high, 8), low.high)};
+}
+
+#include "nibble/nvfp4_one_word_row.h"
 
 }  // namespace
 
-extern const WordLoops kAvxVnniWords = kWordLoops;
+extern const WordLoops kAvxVnniWords = kWordLoopsWithDigits;
 extern const ByteLoops kAvxVnniBytes = kByteLoops;
 
 }  // namespace nibble::cpu

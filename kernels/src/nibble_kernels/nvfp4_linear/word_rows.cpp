@@ -13,6 +13,11 @@ namespace {
 constexpr int kWordBits = 15;  // of a word's magnitude
 // Scales times kWordFactor are float32, subnormal ones too; what is smaller than they are is left out.
 constexpr int kLeastScale = -148;
+// Words above do not have digits. A BF16 number of the largest significand would be above, so its exponent counts as the
+// next one.
+constexpr int16_t kMostOfDigits = 127 * 256 + 127;
+constexpr float kMostOfDigitScales = 0x1p96f;  // corrections are finite
+constexpr uint32_t kLastOfSignificand = 1 << 16;
 // Of a block's largest value: down to here, scales and their reciprocals are normal numbers.
 constexpr int kLeastPlain = -60;
 constexpr uint32_t kInfinity = 0x7f800000;
@@ -59,7 +64,7 @@ NIBBLE_FUNCTION uint32_t largest_magnitude(const float* x) {
 
 // `largest` is the bits of a finite magnitude.
 NIBBLE_FUNCTION Divided divide(const float* x, uint32_t largest, int16_t* words, float* rest) {
-  const int exponent = static_cast<int>(largest >> 23) - 127, scale = exponent + 1 - kWordBits;
+  const int exponent = static_cast<int>((largest + kLastOfSignificand) >> 23) - 127, scale = exponent + 1 - kWordBits;
   if (exponent >= kLeastPlain) {
     const bool lacks = divide_block(x, scale, words, rest);
     return {power_of_two(scale) * kWordFactor, lacks};
@@ -88,10 +93,36 @@ NIBBLE_CPU_LEVELS Row divide_row(const float* x, int64_t blocks, int16_t* words,
   return row;
 }
 
+// Words as digits, in the order of decoded codes: of eight columns 0, 4, 1, 5, 2, 6, 3, 7. False if they do not fit.
+NIBBLE_CPU_LEVELS bool divide_words(const int16_t* words, const float* scales, int64_t blocks, int8_t* digits,
+                                    DigitScale* digit_scales) {
+  int16_t most = 0;
+  for (int64_t i = 0; i < blocks * kBlockColumns; ++i) most = std::max(most, words[i]);
+  if (most > kMostOfDigits) return false;
+  for (int64_t b = 0; b < blocks; ++b, words += kBlockColumns, digits += 2 * kBlockColumns) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kBlockColumns; ++i) {
+      const int16_t word = words[i / 8 * 8 + i % 2 * 4 + i % 8 / 2];
+      const int8_t low = static_cast<int8_t>(word);
+      digits[i] = static_cast<int8_t>((word - low) / 256);
+      digits[kBlockColumns + i] = low;
+      sum += word;
+    }
+    const float scale = scales[b] * 256.0f;
+    if (scale > kMostOfDigitScales) return false;
+    digit_scales[b] = {scale, static_cast<float>(-12 * sum) * scale};
+  }
+  return true;
+}
+
 }  // namespace
 
-void OwnedWordRows::allocate(int64_t rows, int64_t columns) {
+void OwnedWordRows::allocate(int64_t rows, int64_t columns, bool with_digits) {
   columns_ = columns;
+  if (with_digits) {
+    digits_.resize(2 * columns);
+    digit_scales_.resize(columns / kBlockColumns);
+  }
   words_.resize(rows * columns);
   scales_.resize(rows * columns / kBlockColumns);
   rest_of_rows_.resize(rows);
@@ -107,15 +138,17 @@ bool OwnedWordRows::set(int64_t row, const float* x) {
   float* scales = scales_.data() + row * blocks;
   switch (divide_row(x, blocks, words, scales, rest.data())) {
     case Row::kWhole:
-      return true;
+      break;
     case Row::kLacking:
       set_rests(row, rest);
-      return true;
+      break;
     default:
       std::fill(words, words + columns_, int16_t{0});
       std::fill(scales, scales + blocks, 0.0f);
       return false;
   }
+  has_digits_ = !digits_.empty() && divide_words(words, scales, blocks, digits_.data(), digit_scales_.data());
+  return true;
 }
 
 void OwnedWordRows::set_rests(int64_t row, const std::vector<float>& rest) {

@@ -24,7 +24,14 @@
 #endif
 #else
 #define NIBBLE_HAS_X86_LEVELS 0
+#define NIBBLE_HAS_AVX512 0
 #define NIBBLE_CPU_LEVELS
+#endif
+// Tiles need the permission of the system (amx_tiles.h).
+#if NIBBLE_HAS_AVX512 && defined(__linux__)
+#define NIBBLE_HAS_AMX 1
+#else
+#define NIBBLE_HAS_AMX 0
 #endif
 
 // cvt to and from e2m1x2 exists for the a and f targets of compute capability 10 and later, and not for the

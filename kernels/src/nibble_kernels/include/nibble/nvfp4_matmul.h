@@ -81,6 +81,12 @@ struct Rest {
   float value;
 };
 
+// Of a block's digits: 2^8 times the scale of its words, and -12 times the sum of its words times their scale / 2^8.
+struct DigitScale {
+  float scale;
+  float correction;
+};
+
 // Rows of activations as integers of 16 bits with a scale for each block, a power of two. Words times scales and
 // the rests, in the order of columns, add up to x, exactly.
 struct WordRows {
@@ -88,6 +94,10 @@ struct WordRows {
   const float* scales;          // [row][blocks]
   const Rest* const* rests;     // [row]
   const int32_t* first_rests;   // [row][blocks + 1]: of each block
+  // Of a single row, or null: each word as 256 times a byte plus a byte, for each block 16 high ones and 16 low ones,
+  // in the order of decoded codes.
+  const int8_t* digits;
+  const DigitScale* digit_scales;  // [blocks]
 };
 // Words of weights are 2^9 times their values and columns of them 2^25 times, scales 2^-8 times theirs.
 constexpr float kWordFactor = 0x1p-1f;
@@ -120,6 +130,7 @@ struct WordLoops {
   void (*few)(const Tiles& tile, const WordRows& x, int64_t count, float* sums, int64_t stride);
   void (*many)(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel, float* sums,
                int64_t stride);
+  bool digits;  // whether `few` is faster with digits, for a single row
 };
 
 // What a processor multiplies with. Where there are words, floats are for rows that are not finite.

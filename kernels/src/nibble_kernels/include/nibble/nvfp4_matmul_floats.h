@@ -17,7 +17,6 @@
 
 #include "nibble/nvfp4_matmul_loops.h"
 
-constexpr float kSumFactor = 0x1p15f;  // 2^7 of the weights, 2^8 of the scales
 constexpr int kSteps = kBlockColumns / kStepColumns;
 
 template <int kCount, int... kStep>

@@ -1,6 +1,8 @@
-// What the loops of every level share; included by nvfp4_matmul_floats.h and nvfp4_matmul_bytes.h, in the
+// What the loops of every level share; included by nvfp4_matmul_floats.h, nvfp4_matmul_bytes.h and others, in the
 // unnamed namespace of a file with instructions of its own.
 #pragma once
+
+constexpr float kSumFactor = 0x1p15f;  // of floats: 2^7 of the weights, 2^8 of the scales
 
 constexpr int64_t kAhead = 64;  // blocks that are fetched in advance, 8 KB of codes
 

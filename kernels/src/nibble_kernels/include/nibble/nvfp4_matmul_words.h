@@ -14,6 +14,8 @@
 //
 // Sums do not depend on the number of rows: every loop adds a panel's blocks in order, and then its rests.
 
+#pragma once
+
 #include "nibble/nvfp4_matmul_loops.h"
 
 constexpr int kPairs = kBlockColumns / 2;
@@ -95,6 +97,15 @@ inline Lanes column_at(const uint8_t* codes, int column) {
   }
 }
 
+inline Lanes with_rests(Lanes total, const Tiles& tile, Rests rests) {
+  for (const Rest* rest = rests.first; rest < rests.last; ++rest) {
+    const int64_t block = rest->column / kBlockColumns;
+    const Lanes w = column_at(tile.codes + block * kBlockCodeBytes, rest->column % kBlockColumns);
+    total = fma(w * broadcast(rest->value), scales_of(tile.scales + block * kLaneRows), total);
+  }
+  return total;
+}
+
 template <int kCount>
 void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t stride) {
   const int64_t columns = tile.blocks * kBlockColumns;
@@ -118,14 +129,8 @@ void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t st
         total[m] = fma(floats_of(block[m]) * broadcast(x.scales[m * tile.blocks + b]), scale, total[m]);
       codes += kBlockCodeBytes, scales += kLaneRows, words += kBlockColumns;
     }
-    for (int m = 0; m < kCount; ++m) {
-      const Rests rests = rests_of(x, m, tile.blocks, begin, depth);
-      for (const Rest* rest = rests.first; rest < rests.last; ++rest) {
-        const int64_t block = rest->column / kBlockColumns;
-        const Lanes w = column_at(tile.codes + block * kBlockCodeBytes, rest->column % kBlockColumns);
-        total[m] = fma(w * broadcast(rest->value), scales_of(tile.scales + block * kLaneRows), total[m]);
-      }
-    }
+    for (int m = 0; m < kCount; ++m)
+      total[m] = with_rests(total[m], tile, rests_of(x, m, tile.blocks, begin, depth));
   }
   for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
 }
@@ -195,4 +200,4 @@ void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64
   }
 }
 
-constexpr WordLoops kWordLoops = {kFewOfWords, kDepthOfWords* kWordBlockBytes, few_words, many_words};
+constexpr WordLoops kWordLoops = {kFewOfWords, kDepthOfWords* kWordBlockBytes, few_words, many_words, false};

@@ -109,7 +109,7 @@ class Activations {
       offsets_.resize(scales_.size());
       scaled_offsets_.resize(scales_.size());
     } else if (has_words()) {
-      words_.allocate(rows_, columns_);
+      words_.allocate(rows_, columns_, level_.words->digits && rows_ == 1);
       not_finite_.resize(rows_);
     } else if (is_bfloat16()) {
       halves_.resize(rows_ * parts_ * columns_);
