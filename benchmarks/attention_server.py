@@ -1,13 +1,13 @@
 """A server with nibble's decode attention beside one with vLLM's: step times, and greedy answers.
 
-    python benchmarks/attention_server.py --model FOLDER [--compare attention|auto|front]
+    python benchmarks/attention_server.py --model FOLDER [--compare attention|auto|few|front]
         [--kv auto fp8] [--streams 1 8 32]
         [--contexts 256 8192] [--rounds 3] [--questions models/demo_questions.jsonl]
         [--logs DIR] [--out FILE.json]
 
 Both are `nibble serve` with default settings but NIBBLE_ATTENTION, run at the same time on one GPU
-and answer in turns. `--compare auto` takes `auto` in place of `nibble`: in a plan with nibble's
-kernel for few requests it differs from `vllm` for steps of up to 4. `--compare front` compares
+and answer in turns. `--compare few` and `auto` take that value in place of `nibble`: steps of few
+requests differ from `vllm`'s, with `auto` where its plan says so. `--compare front` compares
 NIBBLE_ATTENTION_FRONT on (`nibble`) with off (`vllm`). Each gets a KV cache for the largest row.
 For each row, all streams send a prompt of their own of `context` tokens at the same moment, 512
 tokens out. The first round fills the prefix cache. `step_ms` is the median over streams and the
@@ -49,6 +49,7 @@ FIRST_PORT = int(os.environ.get("ATTENTION_FIRST_PORT", "9501"))
 VARIABLES = {
     "attention": ("NIBBLE_ATTENTION", {side: side for side in SIDES}),
     "auto": ("NIBBLE_ATTENTION", {"vllm": "vllm", "nibble": "auto"}),
+    "few": ("NIBBLE_ATTENTION", {"vllm": "vllm", "nibble": "few"}),
     "front": ("NIBBLE_ATTENTION_FRONT", {"vllm": "off", "nibble": "on"}),
 }
 PORTS = {side: FIRST_PORT + 2 * i for i, side in enumerate(SIDES)}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # nibble's decode attention in a server beside vLLM's, in turns: the demos' answers, then step times of a two-layer and an 8B
 # shape with a KV cache in BF16 and FP8. ATTENTION_RUNS names some of the runs: each takes up to 240 s. ATTENTION_COMPARE=auto
-# compares auto with vLLM's attention.
+# or few compares that value with vLLM's attention.
 set -uo pipefail
 # shellcheck source=benchmarks/offline_gpu/steps.sh
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"

@@ -15,9 +15,9 @@ CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 # (up to MOST_CLUSTERED of nibble_kernels.decode_attention). From two requests of 8k tokens on
 # FlashAttention 3 is faster (docs/kernels/decode_attention.md).
 FEW = 1
-# The longest context for which `auto` is `few` with a cache in BF16. For one request clusters are
-# faster than FlashAttention 3 up to 2k tokens and take 13 % longer at 8k.
-FEW_BF16_TOKENS = 8192
+# By the cache's type the longest context for which `auto` is `few`; None: no limit. No server has
+# run `few` with a type that is not here.
+FEW_TOKENS: dict[str, int | None] = {"bfloat16": 8192}
 # Query heads of a KV head, and the head dim, up to which clusters compute them.
 FEW_GROUP, FEW_HEAD_DIM = 8, 128
 # Of partial results. A larger batch takes several launches.

@@ -15,9 +15,9 @@ from nibble.checkpoint.layers import layers
 from nibble.engine.contract import BATCH_INVARIANT, CONFIG_KEY
 from nibble.engine.decode_attention import FEW as MOST_REQUESTS
 from nibble.engine.decode_attention import (
-    FEW_BF16_TOKENS,
     FEW_GROUP,
     FEW_HEAD_DIM,
+    FEW_TOKENS,
     WORKSPACE_BYTES,
     AttentionShape,
     most_queries,
@@ -113,12 +113,11 @@ def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
     group = max((checkpoint.num_attention_heads or 0) // max(1, one.num_kv_heads) for one in kept)
     if group > FEW_GROUP:
         return f"it is faster for up to {FEW_GROUP} query heads of a KV head, not {group}"
-    if (cache := kv_cache_type(checkpoint, values)) != "bfloat16":
+    if (cache := kv_cache_type(checkpoint, values)) not in FEW_TOKENS:
         return f"it has not served a model with a cache in {cache}"
-    if not 0 < _most_tokens(checkpoint, values) <= FEW_BF16_TOKENS:
-        return (
-            f"FlashAttention is faster with a cache in BF16 and more than {FEW_BF16_TOKENS} tokens"
-        )
+    most = FEW_TOKENS[cache]
+    if most is not None and not 0 < _most_tokens(checkpoint, values) <= most:
+        return f"FlashAttention is faster with a cache in {cache} and more than {most} tokens"
     return ""
 
 

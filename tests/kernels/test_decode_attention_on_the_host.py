@@ -56,6 +56,8 @@ class Problem(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("is_early", ctypes.c_uint32),
+        ("most_whole", ctypes.c_uint32),
+        ("sharing", ctypes.c_uint32),
     )
 
 
@@ -69,13 +71,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture(params=FORMS, ids=[" ".join(form) for form in FORMS])
 def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
     def call(
-        case: Case, *, small: bool = False, least_chunk: int = 64, most_splits: int = 64
+        case: Case,
+        *,
+        small: bool = False,
+        least_chunk: int = 64,
+        most_splits: int = 64,
+        sharing: int = 8,
     ) -> tuple[Tensor, Tensor]:
         form, speed, order = request.param
         out, lse, problem, kept = problem_of(case, least_chunk, most_splits)
         problem.is_early = order == "early"
-        if form == "clusters":  # whose splits have 16 times as many tokens
-            problem.least_chunk = max(least_chunk, 64) // 16
+        problem.most_whole, problem.sharing = max(least_chunk, 64), sharing
         library.attend_on_the_host(
             ctypes.byref(problem),
             case.query.shape[-1],
@@ -208,11 +214,19 @@ def test_few_chunks_hold_a_long_sequence(attend: Attend) -> None:
 
 
 def test_short_and_long_sequences_with_as_many_splits_as_there_are(attend: Attend) -> None:
-    """Of the long ones, 4090 tokens are 128 splits of two tiles for blocks and 64 of four for
-    clusters, 2100 tokens 66 and 33.
+    """Of the long ones, blocks have 128 splits of two tiles and 66 of them, clusters 128 splits,
+    some of one tile.
     """
     case = make_case([40, 4090, 0, 17, 2100, 64], kv_heads=1, fp8=True)
-    check(attend(case, least_chunk=16, most_splits=128), case)
+    check(attend(case, least_chunk=16, most_splits=128, sharing=1000), case)
+
+
+def test_clusters_share_long_sequences_of_more_kv_heads_than_clusters(attend: Attend) -> None:
+    """And of fewer, with more tiles than a lane looks up at a time."""
+    many = make_case([300, 70, 500], kv_heads=6)
+    check(attend(many, sharing=4), many)
+    few = make_case([9000, 70], kv_heads=2, fp8=True)
+    check(attend(few, sharing=5), few)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -244,6 +258,34 @@ def test_longer_sequences_have_larger_splits(
     problem = Problem(least_chunk=128, most_splits=64)
     library.divide(ctypes.byref(problem), length, 8, found)
     assert tuple(found) == (tokens, splits)
+
+
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "sharing", "splits"),
+    [
+        (0, 8, 25, 1),
+        (3072, 8, 25, 1),
+        (3073, 8, 25, 3),
+        (131072, 8, 25, 3),
+        (131072, 4, 25, 6),
+        (131072, 1, 25, 25),
+        (131072, 1, 100, 64),
+        (131072, 32, 25, 1),
+    ],
+)
+def test_clusters_take_a_whole_number_of_splits_of_each_kv_head(
+    library: ctypes.CDLL, length: int, kv_heads: int, sharing: int, splits: int
+) -> None:
+    """Splits cover the tiles once, and differ by a tile at most."""
+    problem = Problem(
+        kv_heads=kv_heads, group=4, most_queries=1, most_splits=64, most_whole=3072, sharing=sharing
+    )
+    begins = (ctypes.c_uint32 * 65)()
+    assert library.divide_for_clusters(ctypes.byref(problem), length, begins) == splits
+    tiles = -(-length // 16)
+    assert (begins[0], begins[splits]) == (0, tiles)
+    sizes = [begins[i + 1] - begins[i] for i in range(splits)]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_result_does_not_depend_on_the_rest_of_the_batch(attend: Attend) -> None:

@@ -100,6 +100,13 @@ extern "C" void divide(const Problem* problem, uint32_t length, uint32_t warps, 
   found[0] = span.chunk * kTile, found[1] = span.splits;
 }
 
+// How many splits clusters have of a sequence, and the tiles where those begin, with the end.
+extern "C" uint32_t divide_for_clusters(const Problem* problem, uint32_t length, uint32_t* begins) {
+  const uint32_t tiles = undivided_span(*problem, length, 1).tiles, splits = units::splits_of(*problem, tiles);
+  for (uint32_t split = 0; split <= splits; ++split) begins[split] = units::first_tile(tiles, splits, split);
+  return splits;
+}
+
 extern "C" void attend_on_the_host(const Problem* problem, uint32_t head_dim, bool is_fp8, bool is_small,
                                    bool is_clustered, uint32_t pages, uint32_t blocks, bool is_late) {
   emulated_is_late = is_late;

@@ -26,7 +26,7 @@ struct Problem {
   void* out;                       // bfloat16 [tokens, heads, D]
   float* lse;                      // [tokens, heads], or null
   float* partials;                 // slots of partial_floats()
-  uint32_t* counters;              // [sequences, KV heads, row tiles, kRows, kRanks], zero between calls
+  uint32_t* counters;              // [sequences, KV heads, row tiles] of kRows * kRanks, zero between calls
   int64_t page_stride, token_stride, head_stride;
   int64_t query_token_stride, query_head_stride;  // elements
   uint32_t sequences, kv_heads, group, most_queries;
@@ -35,6 +35,8 @@ struct Problem {
   uint32_t least_chunk, most_splits;
   float scale, soft_cap;  // soft_cap 0: none
   uint32_t is_early;  // the kernel before this one writes nothing of it but queries and what they add to the cache
+  // Of clusters: how many tokens of a sequence one computes alone, and how many of them share a longer one.
+  uint32_t most_whole, sharing;
 };
 
 NIBBLE_FUNCTION constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }

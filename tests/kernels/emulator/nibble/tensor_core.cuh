@@ -380,6 +380,7 @@ inline void copy_or_clear(SharedPlace to, const void* from, bool is_there) {
 inline void copy_once(SharedPlace to, const uint4* from) { *reinterpret_cast<uint4*>(to) = *from; }
 inline void copy_word(SharedPlace to, const uint32_t* from) { *reinterpret_cast<uint32_t*>(to) = *from; }
 inline void copy_pair(SharedPlace to, const float2* from) { *reinterpret_cast<float2*>(to) = *from; }
+inline uint32_t count_in_order(uint32_t* counter) { return (*counter)++; }
 inline uint32_t cluster_rank() { return emulated_block->rank; }
 inline void cluster_barrier() { emulated_cluster->all.arrive_and_wait(); }
 inline void begin_cluster_barrier() {

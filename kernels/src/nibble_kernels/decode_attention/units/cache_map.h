@@ -22,7 +22,7 @@ struct CacheMap {
     const CUresult result =
         encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(cache), sizes, bytes, box,
                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     require(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: ", static_cast<int>(result));
     return map;
   }

@@ -3,7 +3,7 @@
 // Persistent clusters of thread blocks. One warp of a block copies the block's tiles of a unit (work.cuh), four
 // multiply, and others add: each of the cluster's multiplying warps sends what it has of a unit's result to
 // the blocks, a slice of each row to each of them, and there a warp adds a row's slices. Where a sequence has
-// several splits, their results go to global memory, and the warp that brings the last one of a slice adds
+// several splits, their results go to global memory, and the warp that brings the last ones of its rows adds
 // them. All sums are in a fixed order.
 #pragma once
 
@@ -359,6 +359,12 @@ class Attention {
 
   // --- sums of slices ---
 
+  // Of a row's slice. Each lane has the quad of its number.
+  struct Sum {
+    float maximum, total;
+    float4 quad;
+  };
+
   __device__ __forceinline__ void add(uint32_t adder) {
     for_units([&](const Unit& unit, const Place& buffer) {
       const uint32_t rows = rows_of(unit), slots = slots_of(unit);
@@ -368,46 +374,71 @@ class Attention {
       }
       wait_for_cluster(shared_.got[buffer.number], buffer.parity);
       const float4* const from = received(buffer.number);
-      for (uint32_t row = adder; row < rows; row += Form::kAdders) add_slots(unit, from, slots, row);
+      // Loads of the next row come before the sum of this one.
+      SlotParts parts;
+      if (adder < rows) parts = load_slots(from, slots, adder);
+      for (uint32_t row = adder; row < rows; row += Form::kAdders) {
+        SlotParts next;
+        if (row + Form::kAdders < rows) next = load_slots(from, slots, row + Form::kAdders);
+        const Sum sum = add_slots(from, slots, row, parts);
+        if (unit.splits == 1) {
+          write_row(place_of(unit, row), sum);
+        } else {
+          write_partial(unit, row, sum);
+        }
+        parts = next;
+      }
       __syncwarp();
       if (lane() < Form::kRanks)
         instruction::arrive_at_rank_after_reads(instruction::shared_place(&shared_.free[buffer.number]), lane());
+      if (unit.splits == 1 || adder >= rows || !is_last_split(unit, adder)) return;
+      SplitParts of_splits = load_splits(unit, adder);
+      for (uint32_t row = adder; row < rows; row += Form::kAdders) {
+        SplitParts next;
+        if (row + Form::kAdders < rows) next = load_splits(unit, row + Form::kAdders);
+        add_splits(unit, row, of_splits);
+        of_splits = next;
+      }
     });
   }
 
-  __device__ __forceinline__ void add_slots(const Unit& unit, const float4* from, uint32_t slots,
-                                            uint32_t row) const {
-    constexpr uint32_t kEach = Form::kSlots / kLanes;
-    float maxima[kEach], totals[kEach];
+  // What a lane has of a row's parts: 32 after 32, maxima and totals, and the first parts' quad.
+  template <uint32_t Count>
+  struct Parts {
+    float maxima[Count], totals[Count];
+    float4 quad;
+  };
+  static constexpr uint32_t kAtOnce = kLanes / kSliceQuads;  // parts whose quads a warp has
+
+  using SlotParts = Parts<quotient_up(Form::kSlots, kLanes)>;
+  __device__ __forceinline__ SlotParts load_slots(const float4* from, uint32_t slots, uint32_t row) const {
+    SlotParts parts;
 #pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
+    for (uint32_t i = 0; i < quotient_up(Form::kSlots, kLanes); ++i) {
       const uint32_t slot = i * kLanes + lane();
       const float4 stats = slot < slots ? from[stats_place(row / 2, slot)]
                                         : make_float4(-INFINITY, -INFINITY, 0, 0);
-      maxima[i] = row % 2 == 0 ? stats.x : stats.y, totals[i] = row % 2 == 0 ? stats.z : stats.w;
+      parts.maxima[i] = row % 2 == 0 ? stats.x : stats.y, parts.totals[i] = row % 2 == 0 ? stats.z : stats.w;
     }
-    const Sum sum = add_parts(maxima, totals, slots, [&](uint32_t slot, uint32_t quad) {
+    const uint32_t own = lane() / kSliceQuads;
+    parts.quad = make_float4(0, 0, 0, 0);
+    if (own < slots) parts.quad = from[quad_place(row, own, lane() % kSliceQuads)];
+    return parts;
+  }
+  __device__ __forceinline__ Sum add_slots(const float4* from, uint32_t slots, uint32_t row,
+                                           SlotParts& parts) const {
+    return add_parts(parts, slots, [&](uint32_t slot, uint32_t quad) {
       return from[quad_place(row, slot, quad)];
     });
-    if (unit.splits == 1) {
-      write_row(place_of(unit, row), sum);
-    } else {
-      write_partial(unit, row, sum);
-    }
   }
 
-  // Of a row's slice. Each lane has the quad of its number.
-  struct Sum {
-    float maximum, total;
-    float4 quad;
-  };
-
-  // Lanes have the maxima and totals of a row's parts, 32 after 32; load(part, quad of the slice).
+  // load(part, quad of the slice).
   template <uint32_t Count, class F>
-  static __device__ __forceinline__ Sum add_parts(float (&maxima)[Count], const float (&totals)[Count],
-                                                  uint32_t parts, F&& load) {
-    constexpr uint32_t kAtOnce = kLanes / kSliceQuads;
+  static __device__ __forceinline__ Sum add_parts(Parts<Count>& of_row, uint32_t parts, F&& load) {
     const uint32_t own = lane() / kSliceQuads, number = lane() % kSliceQuads;
+    float (&maxima)[Count] = of_row.maxima;
+    const float (&totals)[Count] = of_row.totals;
+    const float4 early = of_row.quad;
     Sum sum{maxima[0], 0, make_float4(0, 0, 0, 0)};
 #pragma unroll
     for (uint32_t i = 1; i < Count; ++i) sum.maximum = fmaxf(sum.maximum, maxima[i]);
@@ -424,7 +455,7 @@ class Attention {
         const float weight = __shfl_sync(~0u, maxima[i], in + own);
         sum.total = fmaf(__shfl_sync(~0u, totals[i], in + own), weight, sum.total);
         const uint32_t part = i * kLanes + in + own;
-        const float4 some = part < parts ? load(part, number) : make_float4(0, 0, 0, 0);
+        const float4 some = i + in == 0 ? early : part < parts ? load(part, number) : make_float4(0, 0, 0, 0);
         quad.x = fmaf(some.x, weight, quad.x), quad.y = fmaf(some.y, weight, quad.y);
         quad.z = fmaf(some.z, weight, quad.z), quad.w = fmaf(some.w, weight, quad.w);
       }
@@ -478,8 +509,7 @@ class Attention {
   // --- partial results of splits, in global memory ---
 
   __device__ __forceinline__ float* split_place(const Unit& unit, uint32_t split) const {
-    const size_t number = unit.slot + size_t{split} * unit.next_slot;
-    return p_.partials + number * partial_floats(p_, kDim);
+    return p_.partials + size_t{unit.slot + split} * partial_floats(p_, kDim);
   }
   // In quads, from a split's place; maxima and sums of rows lie behind all rows.
   __device__ __forceinline__ uint32_t slice_place(uint32_t row) const {
@@ -493,35 +523,46 @@ class Attention {
     float* const own = split_place(unit, unit.split);
     if (lane() < kSliceQuads) reinterpret_cast<float4*>(own)[slice_place(row) + lane()] = sum.quad;
     if (lane() == 0) own[rows * kDim + row] = sum.maximum, own[rows * kDim + rows + row] = sum.total;
-    __threadfence();
-    __syncwarp();
+  }
+
+  // Whether all splits have this adder's rows.
+  __device__ __forceinline__ bool is_last_split(const Unit& unit, uint32_t adder) const {
     uint32_t is_last = 0;
     if (lane() == 0) {
       const uint32_t pair = (unit.sequence * p_.kv_heads + unit.head) * row_tiles_of(p_) + unit.row_tile;
-      uint32_t* const counter = p_.counters + (pair * kRows + row) * kRanks + rank_;
-      is_last = atomicAdd(counter, 1) + 1 == unit.splits;
+      uint32_t* const counter = p_.counters + (pair * Form::kAdders + adder) * Form::kRanks + rank_;
+      is_last = instruction::count_in_order(counter) + 1 == unit.splits;
       if (is_last) *counter = 0;
     }
-    if (__shfl_sync(~0u, is_last, 0) == 0) return;
-    __threadfence();
-    add_splits(unit, row);
+    is_last = __shfl_sync(~0u, is_last, 0);
+    __syncwarp();
+    return is_last != 0;
   }
 
-  __device__ __forceinline__ void add_splits(const Unit& unit, uint32_t row) const {
+  using SplitParts = Parts<kMostSplits / kLanes>;
+  __device__ __forceinline__ const float4* split_slices(const Unit& unit, uint32_t row) const {
+    return reinterpret_cast<const float4*>(split_place(unit, 0)) + slice_place(row);
+  }
+  __device__ __forceinline__ SplitParts load_splits(const Unit& unit, uint32_t row) const {
     const uint32_t splits = unit.splits, rows = slot_rows(p_);
-    const size_t stride = size_t{unit.next_slot} * partial_floats(p_, kDim);
-    const float* const first = split_place(unit, 0);
-    constexpr uint32_t kEach = kMostSplits / kLanes;
-    float maxima[kEach], totals[kEach];
+    const size_t stride = partial_floats(p_, kDim);
+    SplitParts parts;
 #pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
+    for (uint32_t i = 0; i < kMostSplits / kLanes; ++i) {
       const uint32_t split = i * kLanes + lane();
-      const float* const stats = first + split * stride + rows * kDim + row;
-      maxima[i] = split < splits ? __ldcg(stats) : -INFINITY;
-      totals[i] = split < splits ? __ldcg(stats + rows) : 0;
+      const float* const stats = split_place(unit, split) + rows * kDim + row;
+      parts.maxima[i] = split < splits ? __ldcg(stats) : -INFINITY;
+      parts.totals[i] = split < splits ? __ldcg(stats + rows) : 0;
     }
-    const float4* const slices = reinterpret_cast<const float4*>(first) + slice_place(row);
-    const Sum sum = add_parts(maxima, totals, splits, [&](uint32_t split, uint32_t quad) {
+    const uint32_t own = lane() / kSliceQuads;
+    parts.quad = make_float4(0, 0, 0, 0);
+    if (own < splits) parts.quad = __ldcg(split_slices(unit, row) + own * (stride / 4) + lane() % kSliceQuads);
+    return parts;
+  }
+  __device__ __forceinline__ void add_splits(const Unit& unit, uint32_t row, SplitParts& parts) const {
+    const size_t stride = partial_floats(p_, kDim);
+    const float4* const slices = split_slices(unit, row);
+    const Sum sum = add_parts(parts, unit.splits, [&](uint32_t split, uint32_t quad) {
       return __ldcg(slices + split * (stride / 4) + quad);
     });
     write_row(place_of(unit, row), sum);

@@ -6,14 +6,12 @@
 
 namespace nibble::attention::units {
 
-// A cluster's split has up to this many of `least_chunk`.
-inline constexpr uint32_t kChunksOfSplit = 16;
-
-// Splits of a sequence, at most `most_splits`. Depends on this sequence alone, so that its result does not
-// depend on others.
+// Splits of a sequence, at most `most_splits`. Depends on this sequence and the GPU alone, so that its result
+// does not depend on other sequences.
 NIBBLE_FUNCTION uint32_t splits_of(const Problem& p, uint32_t tiles) {
-  const uint32_t splits = tiles == 0 ? 1 : quotient_up(tiles * kTile, p.least_chunk * kChunksOfSplit);
-  return splits < p.most_splits ? splits : p.most_splits;
+  if (tiles * kTile <= p.most_whole) return 1;
+  const uint32_t splits = p.sharing / (p.kv_heads * row_tiles_of(p));
+  return splits == 0 ? 1 : splits < p.most_splits ? splits : p.most_splits;
 }
 
 // The first tile of a split; splits differ by a tile at most.
@@ -39,6 +37,9 @@ struct Form {
   static constexpr uint32_t kDimTiles = HeadDim / 16;  // of the product of weights and values
   static constexpr uint32_t kLoad = HeadDim * kElement / 8 < 16 ? 8 : 16;  // bytes of a value at a time
   static constexpr uint32_t kLoads = HeadDim * kElement / 8 / kLoad, kPerLoad = kLoad / kElement;
+
+  // A cluster alone computes up to this many of `least_chunk` tokens of a sequence.
+  static constexpr uint32_t kWholeChunks = IsFp8 ? 40 : 24;
 
   static constexpr uint32_t kWarps = 4, kAdders = 3;
   static constexpr uint32_t kThreads = (kWarps + kAdders + 1) * kLanes;

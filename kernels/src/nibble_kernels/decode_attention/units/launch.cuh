@@ -60,14 +60,17 @@ cudaError_t resident_clusters(int device, uint32_t& clusters) {
   return cudaSuccess;
 }
 
+// Of those that run at a time: how many share a long sequence. With all of them a call takes longer.
+inline uint32_t clusters_of_sequence(uint32_t clusters) { return clusters * 5 / 6; }
+
 template <class Form>
-cudaError_t launch_form(const Problem& p, int device, const CacheMap& cache, cudaStream_t stream) {
+cudaError_t launch_form(Problem p, int device, const CacheMap& cache, cudaStream_t stream) {
   static_assert(sizeof(Shared<Form>) <= Form::kSharedBytes);
   uint32_t clusters = 0;
   const cudaError_t error = resident_clusters<Form>(device, clusters);
   if (error != cudaSuccess) return error;
-  const uint64_t most = uint64_t{p.sequences} * p.kv_heads * row_tiles_of(p) * p.most_splits;
-  if (most < clusters) clusters = static_cast<uint32_t>(most);
+  p.most_whole = p.least_chunk * Form::kWholeChunks;
+  p.sharing = clusters_of_sequence(clusters);
   const Launch<Form> launch(clusters, stream);
   return cudaLaunchKernelEx(&launch.config, attend<Form>, p, cache.of_tiles(Form::kChunks));
 }

@@ -16,8 +16,8 @@ struct Unit {
   uint32_t first, length;         // tokens that queries see
   uint32_t query_begin, queries;  // of the sequence
   uint32_t sequence, head, row_tile;
-  uint32_t slot, next_slot;  // in global memory, of the first split; how far the next split's is
-  uint32_t first_warp;       // of the cluster: it has the first tile
+  uint32_t slot;        // in global memory, of the first split
+  uint32_t first_warp;  // of the cluster: it has the first tile
 };
 
 template <class Form>
@@ -105,8 +105,7 @@ class Finder {
     unit.head = pair / row_tiles;
     unit.row_tile = pair - unit.head * row_tiles;
     unit.sequence = sequence_ + owner;
-    unit.slot = before + pair;
-    unit.next_slot = pairs_;
+    unit.slot = before + pair * unit.splits;
     const uint32_t from = first_tile(all, unit.splits, unit.split);
     unit.begin = unit.first / kTile * kTile + from * kTile;
     unit.tiles = first_tile(all, unit.splits, unit.split + 1) - from;
@@ -123,6 +122,12 @@ class Finder {
   Span span_;
 };
 
+// Where a tile lies.
+struct TilePlace {
+  int32_t page = 0;
+  uint32_t token = 0;  // the first one, in the page
+};
+
 // The warp that copies: its cluster's units, and those of their tiles that its block has.
 template <class Form>
 class Copier {
@@ -134,19 +139,21 @@ class Copier {
     if (!p_.is_early) wait_for_previous();
     Finder finder(p_);
     const uint32_t clusters = gridDim.x / Form::kRanks;
-    uint32_t first_warp = 0;
-    for (uint32_t number = blockIdx.x / Form::kRanks;; number += clusters) {
-      Unit unit = finder.find(number);
-      unit.first_warp = first_warp;
-      const uint32_t first = (rank_ - first_warp) % Form::kRanks;  // of the tiles
-      look_up_pages(unit, first);
+    uint32_t number = blockIdx.x / Form::kRanks;
+    Unit unit = finder.find(number);
+    TilePlace places = look_up(unit, 0);
+#pragma unroll 1
+    for (;;) {
       announce(unit);
       if (unit.splits == 0) return;
-      for (uint32_t tile = first, i = 0; tile < unit.tiles; tile += Form::kRanks, ++i) {
-        if (i % kLanes == 0 && i != 0) look_up_pages(unit, tile);
-        copy(unit, tile, i % kLanes);
-      }
-      first_warp = (first_warp + unit.tiles) % Form::kSlots;
+      const uint32_t tiles = tiles_of(unit);
+      if (tiles != 0) copy(unit, 0, places);
+      // The next unit's pages come while this one's tiles are copied.
+      Unit next = finder.find(number += clusters);
+      next.first_warp = (unit.first_warp + unit.tiles) % Form::kSlots;
+      const TilePlace next_places = look_up(next, 0);
+      copy_after_first(unit, tiles, places);
+      unit = next, places = next_places;
     }
   }
 
@@ -168,26 +175,46 @@ class Copier {
     place_.advance(1, Form::kUnits);
   }
 
-  // Each lane has the page of one of this block's next 32 tiles.
-  __device__ __forceinline__ void look_up_pages(const Unit& unit, uint32_t tile) {
-    const uint32_t own = tile + threadIdx.x % kLanes * Form::kRanks;
-    if (own >= unit.tiles) return;
-    const uint32_t token = unit.begin + own * kTile, index = token / p_.tokens_per_page;
-    page_ = __ldg(p_.pages + static_cast<int64_t>(unit.sequence) * p_.pages_stride + index);
-    in_page_ = token - index * p_.tokens_per_page;
+  // Of the unit's tiles this block has the first one, and each kRanks-th from there on.
+  __device__ __forceinline__ uint32_t first_of(const Unit& unit) const {
+    return (rank_ - unit.first_warp) % Form::kRanks;
+  }
+  __device__ __forceinline__ uint32_t tiles_of(const Unit& unit) const {
+    return (unit.tiles + Form::kRanks - 1 - first_of(unit)) / Form::kRanks;
   }
 
-  __device__ __forceinline__ void copy(const Unit& unit, uint32_t tile, uint32_t owner) {
-    const uint32_t page = static_cast<uint32_t>(__shfl_sync(~0u, static_cast<uint32_t>(page_), owner)),
-                   in_page = __shfl_sync(~0u, in_page_, owner), stage = stage_.number;
-    if (unit.begin + (tile + 1) * kTile + unit.queries > unit.length) wait_for_previous();
+  // Of this block's 32 tiles from its number `begin` on, one for each lane.
+  __device__ __forceinline__ TilePlace look_up(const Unit& unit, uint32_t begin) const {
+    const uint32_t tile = first_of(unit) + (begin + threadIdx.x % kLanes) * Form::kRanks;
+    if (tile >= unit.tiles) return {};
+    const uint32_t token = unit.begin + tile * kTile, index = token / p_.tokens_per_page;
+    return {__ldg(p_.pages + static_cast<int64_t>(unit.sequence) * p_.pages_stride + index),
+            token - index * p_.tokens_per_page};
+  }
+
+  __device__ __forceinline__ void copy_after_first(const Unit& unit, uint32_t tiles, TilePlace places) {
+    TilePlace next;
+#pragma unroll 1
+    for (uint32_t i = 1; i < tiles; ++i) {
+      if (i % kLanes == kLanes / 2) next = look_up(unit, i + kLanes / 2);
+      if (i % kLanes == 0) places = next;
+      copy(unit, i, places);
+    }
+  }
+
+  // Tile i of this block.
+  __device__ __forceinline__ void copy(const Unit& unit, uint32_t i, const TilePlace& places) {
+    const uint32_t page = __shfl_sync(~0u, static_cast<uint32_t>(places.page), i % kLanes),
+                   token = __shfl_sync(~0u, places.token, i % kLanes), stage = stage_.number;
+    const uint32_t end = unit.begin + (first_of(unit) + i * Form::kRanks + 1) * kTile;
+    if (end + unit.queries > unit.length) wait_for_previous();
     // One lane alone: after its copy the next phase may be over before another lane looks.
     if (is_first_lane()) {
       wait_for(shared_.empty[stage], stage_.parity ^ 1);
       const instruction::SharedPlace full = instruction::shared_place(&shared_.full[stage]);
       instruction::arrive_expecting(full, Form::kTileBytes);
-      instruction::copy_tokens(instruction::shared_place(shared_.ring + stage * Form::kTileBytes), map_,
-                               in_page, unit.head, page, full);
+      instruction::copy_tokens(instruction::shared_place(shared_.ring + stage * Form::kTileBytes), map_, token,
+                               unit.head, page, full);
     }
     __syncwarp();
     stage_.advance(1, Form::kStages);
@@ -198,8 +225,6 @@ class Copier {
   Shared<Form>& shared_;
   const uint32_t rank_;
   Place stage_, place_;
-  int32_t page_ = 0;
-  uint32_t in_page_ = 0;
   bool waited_ = false;
 };
 

@@ -215,6 +215,13 @@ __device__ __forceinline__ float2 load_of_rank(const float2* own, uint32_t rank)
   return value;
 }
 
+// Adds one, and returns what was there. What this thread knows of before is known to who counts later.
+__device__ __forceinline__ uint32_t count_in_order(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
