@@ -12,12 +12,12 @@ MOST_GROUP = 16  # query heads of a KV head
 MOST_QUERIES = 8  # tokens of a request in one step
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 # Requests of a step up to which the choice `few` takes the kernel. Clusters of blocks compute them
-# (up to MOST_CLUSTERED of nibble_kernels.decode_attention). From two requests of 8k tokens on
-# FlashAttention 3 is faster (docs/kernels/decode_attention.md).
+# (up to MOST_CLUSTERED of nibble_kernels.decode_attention). No server has run more with it
+# (docs/kernels/decode_attention.md).
 FEW = 1
 # By the cache's type the longest context for which `auto` is `few`; None: no limit. No server has
 # run `few` with a type that is not here.
-FEW_TOKENS: dict[str, int | None] = {"bfloat16": 8192}
+FEW_TOKENS: dict[str, int | None] = {"bfloat16": None, "fp8": None, "fp8_e4m3": None}
 # Query heads of a KV head, and the head dim, up to which clusters compute them.
 FEW_GROUP, FEW_HEAD_DIM = 8, 128
 # Of partial results. A larger batch takes several launches.

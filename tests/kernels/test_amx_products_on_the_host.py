@@ -8,7 +8,6 @@ processor with AMX runs its own instructions in test_nvfp4_linear.py.
 from __future__ import annotations
 
 import ctypes
-from itertools import product
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ from tests.support.kernels.kernel_cases import packed_weight, values_of
 pytestmark = [needs_compiler, pytest.mark.when_changed(*OPERATORS)]
 
 ROWS = (1, 9, 15, 16, 17, 33)
-# An odd block alone, at the end of a tile and of a panel; panels of 16 and of 64 blocks.
+# An odd block alone, at the end of a tile and of a panel; panels of 16 blocks.
 BLOCKS = (1, 2, 3, 15, 16, 17, 33, 65, 130)
 OUTPUTS = (16, 48, 80)  # one tile, three, and a panel of four with one more
-BYTE_ORDER = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]  # columns of a block
 
 
 @pytest.fixture(scope="module")
@@ -91,33 +89,3 @@ def test_infinity_and_nan_stay_in_their_row(
     found = multiply_floats(library, x, weight, scales)
     assert (found[0] == torch.inf).all() and found[1].isnan().all()
     assert (found[2:] == 16 * blocks).all()
-
-
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_quantized_products_are_those_of_integers_to_the_bit(
-    kernels: object, library: ctypes.CDLL, blocks: int
-) -> None:
-    """Exact in a block, times both scales, added block by block in float32."""
-    for outputs, rows in product(OUTPUTS, ROWS):
-        weight, scales = packed_weight(outputs, 16 * blocks)
-        doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12]).to(torch.int8)
-        x = doubled[torch.randint(0, 8, (rows, blocks, 16))]
-        x *= torch.randint(0, 2, x.shape).to(torch.int8) * 2 - 1
-        x_scales = torch.rand(rows, blocks).mul(448).to(torch.float8_e4m3fn).float() * 64
-
-        codes, packed_scales, tiles, _ = packed(weight, scales)
-        sums = torch.full((rows, 16 * tiles), torch.nan)
-        values = x[..., BYTE_ORDER].contiguous()
-        sizes = ctypes.c_int64(tiles), ctypes.c_int64(blocks)
-        arguments = pointers(codes, packed_scales, values, x_scales, sums)
-        last = ctypes.c_int64(rows), arguments[4]
-        library.multiply_bytes(*arguments[:2], *sizes, *arguments[2:4], *last)
-
-        units = (2 * values_of(weight, torch.ones(outputs, blocks))).unflatten(-1, (-1, 16))
-        dots = torch.einsum("mbk,nbk->mnb", x.double(), units)
-        parts = dots * x_scales.double()[:, None] * (scales.double() / 256)
-        assert torch.equal(parts.float().double(), parts)  # each part is exact in float32
-        expected = torch.zeros(rows, outputs)
-        for block in range(blocks):
-            expected = expected + parts[:, :, block].float()
-        assert torch.equal(sums[:, :outputs], expected), (outputs, rows)

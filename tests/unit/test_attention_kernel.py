@@ -88,14 +88,10 @@ def test_auto_leaves_other_head_dims_and_named_backends_to_vllm(
     assert named.choices["attention"].value == "FLASHINFER"
 
 
-def test_auto_leaves_long_contexts_and_fp8_caches_to_vllm(tmp_path: Path) -> None:
-    long = write_checkpoint(tmp_path / "long", config=HEADS | {"max_position_embeddings": 40960})
-    choice = planned(long).choices["attention"]
-    assert choice.value == "vllm" and "bfloat16 and more than 8192 tokens" in choice.reason
-    short = ("--max-model-len", "8192")
-    assert planned(long, *short).choices["attention"].value == "few"
-    choice = planned(long, *short, "--kv-cache-dtype", "fp8").choices["attention"]
-    assert choice.value == "vllm" and "not served a model with a cache in fp8" in choice.reason
+def test_auto_takes_single_requests_of_any_length_with_each_cache(tmp_path: Path) -> None:
+    long = write_checkpoint(tmp_path / "long", config=HEADS | {"max_position_embeddings": 131072})
+    assert planned(long).choices["attention"].value == "few"
+    assert planned(long, "--kv-cache-dtype", "fp8").choices["attention"].value == "few"
 
 
 def test_auto_takes_the_caches_and_contexts_of_the_table(
@@ -109,6 +105,9 @@ def test_auto_takes_the_caches_and_contexts_of_the_table(
     assert planned(long, *fp8, "4096").choices["attention"].value == "few"
     choice = planned(long, *fp8, "4097").choices["attention"]
     assert choice.value == "vllm" and "cache in fp8 and more than 4096 tokens" in choice.reason
+    del limits["fp8"]
+    choice = planned(long, *fp8, "4096").choices["attention"]
+    assert choice.value == "vllm" and "not served a model with a cache in fp8" in choice.reason
 
 
 def test_auto_is_vllms_where_no_target_has_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

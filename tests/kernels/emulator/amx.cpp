@@ -65,15 +65,3 @@ extern "C" void multiply_floats(const uint8_t* codes, const uint8_t* scales, int
                loops.many(some, count, of_x.data(), rows, panel, to, count * kLaneRows);
              });
 }
-
-extern "C" void multiply_bytes(const uint8_t* codes, const uint8_t* scales, int64_t tiles, int64_t blocks,
-                               const int8_t* values, const float* x_scales, int64_t rows, float* sums) {
-  const ByteLoops loops = with_amx(ByteLoops{});
-  const Guarded of_values(values, rows * blocks * kBlockColumns), of_scales(x_scales, rows * blocks * sizeof *x_scales);
-  const QuantizedRows x{static_cast<int8_t*>(of_values.data()), static_cast<float*>(of_scales.data()), nullptr,
-                        nullptr};
-  for_panels({codes, scales, blocks}, tiles, rows, loops.panel_bytes, sums,
-             [&](const Tiles& some, int64_t count, void* panel, float* to) {
-               loops.many(some, count, x, rows, panel, to, count * kLaneRows);
-             });
-}

@@ -20,7 +20,6 @@ extern const WordLoops kAvx2Words, kAvxVnniWords, kAvx512VnniWords;
 #endif
 #if NIBBLE_HAS_AMX
 FloatLoops with_amx(FloatLoops loops);
-ByteLoops with_amx(ByteLoops loops);
 #endif
 
 const std::vector<const MatmulLevel*>& matmul_levels() {
@@ -45,8 +44,8 @@ const std::vector<const MatmulLevel*>& matmul_levels() {
     const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
 #if NIBBLE_HAS_AMX
     static const FloatLoops kAmxFloats = with_amx(kAvx512Bf16Floats);
-    static const ByteLoops kAmxBytes = with_amx(kAvx512VnniBytes);
-    static const MatmulLevel kAmx{6, &kAmxFloats, &kAmxBytes, nullptr};
+    // Each block of 16 columns has its own scales: its products of bytes leave most of a tile empty.
+    static const MatmulLevel kAmx{6, &kAmxFloats, &kAvx512VnniBytes, nullptr};
     if (bf16 && tiles::permitted()) found.push_back(&kAmx);
 #endif
     if (bf16) found.push_back(&kBf16);

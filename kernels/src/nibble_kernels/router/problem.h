@@ -13,7 +13,7 @@ inline constexpr uint32_t kChunk = 32;   // columns that a warp multiplies at a 
 inline constexpr uint32_t kRows = 16;    // of the gate, in a product
 inline constexpr uint32_t kTokens = 8;   // in a product
 // More tokens take a norm, torch's product and a choice: docs/kernels/nvfp4_linear.md.
-inline constexpr uint32_t kMostTokensAtOnce = 128;
+inline constexpr uint32_t kMostTokensAtOnce = 64;
 inline constexpr uint32_t kMostWeightsAtOnce = 1 << 20;  // of a gate behind a norm
 inline constexpr uint32_t kMostExperts = 512, kMostChosen = 32, kMostColumns = 4096, kMostRanks = 8;
 

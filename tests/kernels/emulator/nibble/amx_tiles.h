@@ -126,18 +126,4 @@ inline void multiply_bf16() {
   }
 }
 
-template <int kSums, int kA, int kB>
-inline void multiply_bytes() {
-  const Shapes& shapes = shapes_of_product<kSums, kA, kB>();
-  for (int m = 0; m < shapes.rows[kSums]; ++m) {
-    for (int n = 0; n < shapes.row_bytes[kSums] / 4; ++n) {
-      int32_t sum = element<int32_t>(kSums, m, n);
-      for (int k = 0; k < shapes.rows[kB]; ++k)
-        for (int byte = 0; byte < 4; ++byte)
-          sum += element<int8_t>(kA, m, 4 * k + byte) * element<int8_t>(kB, k, 4 * n + byte);
-      set_element(kSums, m, n, sum);
-    }
-  }
-}
-
 }  // namespace nibble::cpu::tiles

@@ -13,7 +13,7 @@ namespace nibble::cpu::tiles {
 inline bool permitted() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-         __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
 // What ldtilecfg reads.
@@ -46,15 +46,10 @@ inline void store(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(kTile), "r"(to), "r"(stride) : "memory");
 }
 
-// sums[m][n] += Σ_k a[m][k] · b[k][n]: `a` has pairs of BF16 or four bytes side by side, and so has b.
+// sums[m][n] += Σ_k a[m][k] · b[k][n]: `a` has pairs of BF16 side by side, and so has b.
 template <int kSums, int kA, int kB>
 inline void multiply_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kA), "i"(kB));
-}
-// Signed bytes, in 32-bit integers.
-template <int kSums, int kA, int kB>
-inline void multiply_bytes() {
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kA), "i"(kB));
 }
 
 }  // namespace nibble::cpu::tiles
