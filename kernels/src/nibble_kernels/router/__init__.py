@@ -29,7 +29,7 @@ __all__ = [
 # Of problem.h.
 MAX_EXPERTS, MAX_CHOSEN, MAX_COLUMNS, CHUNK = 512, 32, 4096, 32
 MAX_TOKENS_AT_ONCE = 64
-APART = (-1, 0)  # a division: norm, product and choice in launches of their own
+APART = (-1, 0)  # a division: norm, product and choice in separate launches
 
 
 def _route(
