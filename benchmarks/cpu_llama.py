@@ -13,8 +13,8 @@ checkpoints with W4A16 and W4A4. Embedding and head are BF16 in all of them. Spe
 shapes, not on the values, so all layers of a GGUF have equal ones.
 
 All four servers start at the same time, stay loaded and are idle except for the one that is
-measured. They are
-measured in turns, `--rounds` times; the fastest counts, because other programs only add time. No
+measured. One that ends has 0 from then on, and its last words are printed. They are measured in
+turns, `--rounds` times; the fastest counts, because other programs only add time. No
 round begins after `--seconds`, except for each model's first. A round waits until other programs
 use less than `--most-busy` of the cores, for at most two minutes, or not at all with 1; `busy` is
 what they used then.
@@ -236,8 +236,12 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[list[dict[str, Any]
             busy = max(busy, wait_for_idle(args.most_busy))
             read_bytes_s = max(read_bytes_s, read_bandwidth(cores))
             for what in WHAT:
-                for form, ask in servers.items():
-                    best[what][form] = max(best[what][form], ask(what))
+                for form, ask in list(servers.items()):
+                    try:
+                        best[what][form] = max(best[what][form], ask(what))
+                    except Ended as ended:
+                        print(f"{name}, {form}, {what}: {ended}", flush=True)
+                        del servers[form]
             print(f"{name}, round {number + 1}, busy {busy:.2f}: {best}", flush=True)
             rows = rows_of(name, best, read_bytes_s)
             rows[0] |= {"computes": computes}
@@ -269,7 +273,8 @@ def rows_of(
     for what, rates in best.items():
         row: dict[str, Any] = {"model": name, "what": what}
         row |= {form: round(rate, 1) for form, rate in rates.items()}
-        row["ratio"] = round(rates["nibble_w4a16"] / rates["llama_q4_0"], 2)
+        if rates["llama_q4_0"]:
+            row["ratio"] = round(rates["nibble_w4a16"] / rates["llama_q4_0"], 2)
         if what == "decode 1":
             row["read_gb_s"] = round(read_bytes_s / 1e9, 1)
             row["read_share"] = {
@@ -309,27 +314,37 @@ def busy_share() -> float:
 # --- llama.cpp: a process that answers a line with tokens per second ---
 
 
+class Ended(Exception):
+    """A process that should have answered; its rows have 0 from then on."""
+
+
 @contextlib.contextmanager
 def llama(python: Path, file: Path, threads: int, computes: dict[str, str]) -> Iterator[Ask]:
     words = [str(python), str(LLAMA), str(file), str(threads)]
-    process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    log = file.with_suffix(".log")
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
     assert process.stdin and process.stdout
     requests, answers = process.stdin, process.stdout
     ready, _, computes[file.stem] = answers.readline().strip().partition(" ")
     if ready != "ready":
-        raise SystemExit(f"llama.cpp does not load {file}")
+        raise SystemExit(f"llama.cpp does not load {file}: {log.read_text()[-500:]}")
 
     def ask(what: str) -> float:
-        requests.write(f"{what}\n")
-        requests.flush()
-        return float(answers.readline())
+        with contextlib.suppress(BrokenPipeError):
+            requests.write(f"{what}\n")
+            requests.flush()
+        if answer := answers.readline():
+            return float(answer)
+        raise Ended(f"llama.cpp ended with {process.wait(30)}: {log.read_text()[-500:]}")
 
     try:
         yield ask
     finally:
-        requests.close()
+        with contextlib.suppress(BrokenPipeError):
+            requests.close()
         process.wait(30)
 
 
