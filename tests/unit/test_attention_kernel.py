@@ -94,6 +94,13 @@ def test_auto_takes_single_requests_of_any_length_with_each_cache(tmp_path: Path
     assert planned(long, "--kv-cache-dtype", "fp8").choices["attention"].value == "few"
 
 
+def test_auto_leaves_several_gpus_to_vllm_and_the_user_does_not(model: Path) -> None:
+    two = ("--tensor-parallel-size", "2")
+    choice = planned(model, *two).choices["attention"]
+    assert choice.value == "vllm" and "several GPUs" in choice.reason
+    assert planned(model, *two, NIBBLE_ATTENTION="few").choices["attention"].value == "few"
+
+
 def test_auto_takes_the_caches_and_contexts_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
