@@ -146,23 +146,18 @@ struct Multiplier {
     instruction::wait_for_phase(empty(at.stage), at.parity() ^ 1);
   }
 
-  // By one thread, before the previous kernel is over: weights do not depend on it, x does. Only some, because
-  // x comes after all that is under way when it is asked for.
-  __device__ __forceinline__ void fetch_first_weights() const {
+  // Of the first use of stages [from, to), by one thread. Weights do not depend on the previous kernel, x
+  // does. Only kEarly stages before it is over: x comes after all that is under way when it is asked for.
+  __device__ __forceinline__ void fetch_weights(uint32_t from, uint32_t to) const {
     Place at = first();
-    for (uint32_t i = 0; i < kEarly && at.left != 0; ++i, advance(at)) fetch_weight(at);
-  }
-  // Of the other stages.
-  __device__ __forceinline__ void fill() const {
-    Place at = first();
-    for (uint32_t i = 0; i < Form::kStages && at.left != 0; ++i, advance(at)) {
-      if (i >= kEarly) fetch_weight(at);
+    for (uint32_t i = 0; i < to && at.left != 0; ++i, advance(at)) {
+      if (i >= from) fetch_weight(at);
     }
   }
 
   // One thread, where x is in order.
   __device__ __forceinline__ void fetch() const {
-    fetch_first_weights();
+    fetch_weights(0, kEarly);
     instruction::wait_for_previous_kernel();
     Place at = first();
     for (uint32_t i = 0; at.left != 0; ++i, advance(at)) {
@@ -222,7 +217,7 @@ struct Multiplier {
     for (uint32_t i = 0; i < kAhead; ++i) {
       if (source.left != 0) load_x(source, x[i]);
     }
-    if (fetches_weights) fill();
+    if (fetches_weights) fetch_weights(kEarly, Form::kStages);
     while (at.left != 0) {
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; ++i) {
@@ -412,7 +407,7 @@ struct Multiplier {
     instruction::let_next_kernel_start();
     if (warp < Form::kConsumerWarps) {
       if constexpr (Form::kMovesRegisters) instruction::take_registers<232>();
-      if (Form::kOrdersX && threadIdx.x == 0) fetch_first_weights();  // x is loaded meanwhile
+      if (Form::kOrdersX && threadIdx.x == 0) fetch_weights(0, kEarly);  // x is loaded meanwhile
       __syncwarp();
       return consume();
     }

@@ -8,20 +8,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "nibble/amx_shapes.h"
+
 namespace nibble::cpu::tiles {
 
 inline bool permitted() { return true; }
-
-struct alignas(64) Shapes {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  constexpr void set(int tile, uint8_t count, uint16_t bytes) { rows[tile] = count, row_bytes[tile] = bytes; }
-};
-static_assert(sizeof(Shapes) == 64);
 
 constexpr int kTiles = 8, kMostRows = 16, kMostBytes = 64;
 

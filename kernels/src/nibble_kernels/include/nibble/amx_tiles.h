@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "nibble/amx_shapes.h"
+
 namespace nibble::cpu::tiles {
 
 // Whether this process may use tiles. Linux makes room for them in the threads of processes that ask.
@@ -15,17 +17,6 @@ inline bool permitted() {
   return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
          syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
-
-// What ldtilecfg reads.
-struct alignas(64) Shapes {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  constexpr void set(int tile, uint8_t count, uint16_t bytes) { rows[tile] = count, row_bytes[tile] = bytes; }
-};
 
 // Shapes of this thread's tiles, which become zero; and none.
 inline void configure(const Shapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory"); }
