@@ -61,8 +61,10 @@ class MemoryPlan:
 def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topology) -> MemoryPlan:
     """Compare the available memory with the model's need under `args`, and set the memory flags."""
     tokens, shape = context(inputs, args), cache_shape(inputs, args)
-    gpus = _number(args, "--tensor-parallel-size", 1) * _number(args, "--pipeline-parallel-size", 1)
-    replicas = _number(args, "--data-parallel-size", 1)
+    gpus = number_of(args, "--tensor-parallel-size", 1) * number_of(
+        args, "--pipeline-parallel-size", 1
+    )
+    replicas = number_of(args, "--data-parallel-size", 1)
     reserve_gib = inputs.loaded.settings.memory_reserve_gib
     cpu_space = _cpu_space(inputs, args)
     kv_choice = {**args, **cpu_space}.get(KV)
@@ -73,7 +75,7 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
         cap=_cap(inputs, args),
         reserve_bytes=None if reserve_gib is None else int(reserve_gib * GIB),
         tokens=tokens,
-        sequences=_number(args, "--max-num-seqs", 0) or None,
+        sequences=number_of(args, "--max-num-seqs", 0) or None,
         shape=shape,
         gpus_per_model=gpus,
         replicas=replicas,
@@ -336,8 +338,8 @@ def cache_shape(inputs: PlanInputs, args: Mapping[str, Choice]) -> CacheShape:
         kv_cache_dtype=(
             str(args["--kv-cache-dtype"].value) if "--kv-cache-dtype" in args else "auto"
         ),
-        tensor_parallel_size=_number(args, "--tensor-parallel-size", 1),
-        block_size=_number(args, "--block-size", block),
+        tensor_parallel_size=number_of(args, "--tensor-parallel-size", 1),
+        block_size=number_of(args, "--block-size", block),
         # Only drafts in the checkpoint itself (MTP) add layers to the KV cache.
         speculative_tokens=(
             int(config.get("num_speculative_tokens", 0))
@@ -351,7 +353,7 @@ def cache_shape(inputs: PlanInputs, args: Mapping[str, Choice]) -> CacheShape:
         ),
         # What vLLM schedules beyond a sliding window. Its default depends on the hardware; 8192 is
         # the largest.
-        in_flight_tokens=_number(args, "--max-num-batched-tokens", 8192),
+        in_flight_tokens=number_of(args, "--max-num-batched-tokens", 8192),
     )
 
 
@@ -363,7 +365,8 @@ def _round_down(value: int, unit: int) -> int:
     return value // unit * unit
 
 
-def _number(args: Mapping[str, Choice], name: str, default: int) -> int:
+def number_of(args: Mapping[str, Choice], name: str, default: int) -> int:
+    """The value of a flag that is a number; `default` where it is missing or zero."""
     return token_count(args[name].value) or default if name in args else default
 
 

@@ -15,9 +15,8 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.plan.budget import Budget, CacheShape, memory_bytes
 from nibble.plan.choice import Choice, Layer
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.memory import GIB, KV, MIB, SOURCE, cache_shape
+from nibble.plan.memory import GIB, KV, MIB, SOURCE, cache_shape, number_of
 from nibble.plan.situation import Decision, Situation
-from nibble.settings.declare import token_count
 
 SEQUENCES = "--max-num-seqs"
 BLOCKS = "--num-gpu-blocks-override"
@@ -33,7 +32,7 @@ def limit_sequences(situation: Situation) -> Decision:
     inputs, args, memory = situation.served, situation.flags, situation.memory
     if memory is None or inputs.target.device != "cuda" or not _has_full_graphs(args):
         return Decision()
-    shape, ranks = cache_shape(inputs, args), _number(args, "--pipeline-parallel-size", 1)
+    shape, ranks = cache_shape(inputs, args), number_of(args, "--pipeline-parallel-size", 1)
     each = state_block_bytes(inputs.checkpoint, shape)
     blocks = _blocks(args, memory.budget, -(-each // ranks)) if each else None
     if each is None or blocks is None:
@@ -88,7 +87,7 @@ def default_sequences(inputs: PlanInputs, args: Mapping[str, Choice]) -> int | N
     mode = args.get("--performance-mode")
     if mode is not None and mode.value == "throughput":
         sequences *= 2
-    return min(sequences, _number(args, "--max-num-batched-tokens", sequences))
+    return min(sequences, number_of(args, "--max-num-batched-tokens", sequences))
 
 
 def _has_full_graphs(args: Mapping[str, Choice]) -> bool:
@@ -108,7 +107,7 @@ def _blocks(args: Mapping[str, Choice], budget: Budget, each: int) -> tuple[int,
     They are equal if the cache's size is set. Else vLLM measures what the engine takes, and the
     estimate of that may be wrong by its own size.
     """
-    if given := _number(args, BLOCKS, 0):
+    if given := number_of(args, BLOCKS, 0):
         return given, given
     kv = int(args[KV].value) if KV in args else budget.kv_cache_bytes
     if kv is not None:
@@ -121,7 +120,3 @@ def _blocks(args: Mapping[str, Choice], budget: Budget, each: int) -> tuple[int,
 
 def _count(kv_bytes: int, each: int) -> int:
     return max(1, kv_bytes // each)
-
-
-def _number(args: Mapping[str, Choice], name: str, default: int) -> int:
-    return token_count(args[name].value) or default if name in args else default
