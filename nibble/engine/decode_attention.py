@@ -11,15 +11,11 @@ HEAD_DIMS = (64, 128, 256)
 MOST_GROUP = 16  # query heads of a KV head
 MOST_QUERIES = 8  # tokens of a request in one step
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
-# Requests of a step up to which the choice `few` takes the kernel. Clusters of blocks compute them
-# (up to MOST_CLUSTERED of nibble_kernels.decode_attention). No server has run more with it
-# (docs/kernels/decode_attention.md).
+# Requests of a step up to which the choice `few` takes the kernel.
 FEW = 1
-# By the cache's type the longest context for which `auto` is `few`; None: no limit. No server has
-# run `few` with a type that is not here.
-FEW_TOKENS: dict[str, int | None] = {"bfloat16": None, "fp8": None, "fp8_e4m3": None}
-# Query heads of a KV head, and the head dim, up to which clusters compute them.
-FEW_GROUP, FEW_HEAD_DIM = 8, 128
+# What `auto` takes it for: on SM90 these head dims have kernels for few and for many requests.
+AUTO_HEAD_DIMS = (128, 256)
+AUTO_CACHES = ("bfloat16", "fp8", "fp8_e4m3")
 # Of partial results. A larger batch takes several launches.
 WORKSPACE_BYTES = 160 << 20
 # Tokens of a page are a multiple of this.

@@ -13,16 +13,15 @@ from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.layer_memory import LayerMemory
 from nibble.checkpoint.layers import layers
 from nibble.engine.contract import BATCH_INVARIANT, CONFIG_KEY
-from nibble.engine.decode_attention import FEW as MOST_REQUESTS
 from nibble.engine.decode_attention import (
-    FEW_GROUP,
-    FEW_HEAD_DIM,
-    FEW_TOKENS,
+    AUTO_CACHES,
+    AUTO_HEAD_DIMS,
     WORKSPACE_BYTES,
     AttentionShape,
     most_queries,
     refusal_of_shape,
 )
+from nibble.engine.decode_attention import FEW as MOST_REQUESTS
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
@@ -30,15 +29,14 @@ from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
 from nibble.plan.startup import SPECULATIVE
 from nibble.recipes.rules import in_effect
-from nibble.settings.declare import token_count
 
 BACKEND = "--attention-backend"
 NIBBLE, FEW = "nibble", "few"  # values of the choice
-# Targets where `auto` takes nibble's kernel for steps of few requests.
+# Targets where `auto` takes nibble's kernel.
 TARGETS: tuple[str, ...] = ("hopper",)
 FASTER = (
-    f"nibble's kernel for steps of up to {MOST_REQUESTS} request(s), FlashAttention for others"
-    " (H200, BF16, 1x1k: 5.1 vs 10.5 µs)"
+    "nibble's kernel for decode steps, FlashAttention for prompts"
+    " (H200, BF16, 1x1k: 5.1 vs 10.5 µs, 64x1k: 67 vs 77 µs)"
 )
 SET = {
     NIBBLE: "set by the user; prompts take FlashAttention",
@@ -55,7 +53,7 @@ def attention_kernel_flags(inputs: PlanInputs, args: Mapping[str, Choice]) -> Ch
     if not _is_auto(inputs, values) or _obstacle(inputs, values):
         return {}
     source = str(inputs.loaded.origins["attention_kernel"])
-    return {FLAG: Choice({CONFIG_KEY: {"attention_kernel": FEW}}, source, REASON)}
+    return {FLAG: Choice({CONFIG_KEY: {"attention_kernel": NIBBLE}}, source, REASON)}
 
 
 def obstacle_of_auto(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
@@ -71,7 +69,7 @@ def uses_our_attention(values: Mapping[str, Any]) -> bool:
 def our_choice(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice:
     """nibble's kernel, with the reason."""
     value = asked(values_of(args))["attention_kernel"]
-    is_auto = inputs.loaded.settings.attention_kernel == "auto" and value == FEW
+    is_auto = inputs.loaded.settings.attention_kernel == "auto" and value == NIBBLE
     return Choice(value, args[FLAG].source, FASTER if is_auto else SET[value])
 
 
@@ -110,16 +108,10 @@ def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
     kept = _layers_with_cache(checkpoint)
     if not kept:
         return "the layers of the model are unknown"
-    if others := {layer.head_dim for layer in kept} - {FEW_HEAD_DIM}:
+    if others := {layer.head_dim for layer in kept} - set(AUTO_HEAD_DIMS):
         return f"it is not measured with head dim {', '.join(map(str, sorted(others)))}"
-    group = max((checkpoint.num_attention_heads or 0) // max(1, one.num_kv_heads) for one in kept)
-    if group > FEW_GROUP:
-        return f"it is faster for up to {FEW_GROUP} query heads of a KV head, not {group}"
-    if (cache := kv_cache_type(checkpoint, values)) not in FEW_TOKENS:
+    if (cache := kv_cache_type(checkpoint, values)) not in AUTO_CACHES:
         return f"it has not served a model with a cache in {cache}"
-    most = FEW_TOKENS[cache]
-    if most is not None and not 0 < _most_tokens(checkpoint, values) <= most:
-        return f"FlashAttention is faster with a cache in {cache} and more than {most} tokens"
     return ""
 
 
@@ -169,12 +161,6 @@ def kv_cache_type(checkpoint: Checkpoint, values: Mapping[str, Any]) -> str:
     """`--kv-cache-dtype`, else what the checkpoint declares, else `bfloat16`."""
     named = str(values.get("--kv-cache-dtype") or "auto")
     return named if named != "auto" else checkpoint.scheme.kv_cache or "bfloat16"
-
-
-def _most_tokens(checkpoint: Checkpoint, values: Mapping[str, Any]) -> int:
-    """Of a request; 0 if unknown."""
-    given = values.get("--max-model-len")
-    return (token_count(given) if given is not None else checkpoint.max_model_len) or 0
 
 
 def _layers_with_cache(checkpoint: Checkpoint) -> list[LayerMemory]:

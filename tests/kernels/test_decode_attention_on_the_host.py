@@ -27,6 +27,8 @@ FORMS = [
     ("blocks", "late", "waits"),
     ("clusters", "at once", "waits"),
     ("clusters", "late", "early"),
+    ("warpgroups", "at once", "waits"),
+    ("warpgroups", "late", "early"),
 ]
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -87,7 +89,7 @@ def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
             case.query.shape[-1],
             case.cache.dtype == FP8,
             small,
-            form == "clusters",
+            form.encode(),
             case.cache.shape[0],
             BLOCKS,
             speed == "late",

@@ -536,7 +536,7 @@ def test_clusters_of_decode_attention_copy_tiles_at_once(
     arch: str, kind: str, compile_for: Compiler
 ) -> None:
     """By tensor maps, with the products of the other kernel. SM12x has none of it."""
-    _, cubin = compile_for(arch, f"decode_attention/units/{kind}.cu")
+    _, cubin = compile_for(arch, f"decode_attention/clusters/{kind}.cu")
     seen = set[tuple[int, int]]()
     for name, body in sass_functions(cubin):
         dim, is_fp8, groups, _ = attention_form(name)

@@ -1,8 +1,10 @@
 // The decode attention's own source, run on the host: test_decode_attention_on_the_host.py.
 #include <new>
+#include <string_view>
 
 #include "decode_attention/decode.cuh"
-#include "decode_attention/units/decode.cuh"
+#include "decode_attention/clusters/decode.cuh"
+#include "decode_attention/warpgroups/decode.cuh"
 #include "run_cluster.h"
 
 using namespace nibble::attention;
@@ -72,22 +74,45 @@ class Unwritten {
 };
 
 template <class Form>
-void run_units(const Problem& problem, CUtensorMap map, uint32_t clusters) {
-  map.chunks = Form::kChunks;
+void run_clusters(const Problem& problem, CUtensorMap map, uint32_t clusters) {
+  map.chunks = Form::kChunks, map.box_tokens = kTile;
   Unwritten unwritten(problem, Form::kHeadDim, Form::kIsFp8);
   for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
     unwritten.begin();
-    run_cluster(Form::kRanks, Form::kThreads, sizeof(units::Shared<Form>), cluster, clusters, [&](uint4* memory) {
-      units::Attention<Form>(problem, map, *reinterpret_cast<units::Shared<Form>*>(memory)).run();
+    run_cluster(Form::kRanks, Form::kThreads, sizeof(clusters::Shared<Form>), cluster, clusters, [&](uint4* memory) {
+      clusters::Attention<Form>(problem, map, *reinterpret_cast<clusters::Shared<Form>*>(memory)).run();
     });
   }
 }
 
 template <bool IsFp8>
-void run_unit_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t clusters) {
-  if (head_dim == 128) return run_units<units::Form<128, IsFp8, 1>>(p, map, clusters);
-  if (slot_rows(p) > 8) return run_units<units::Form<64, IsFp8, 2>>(p, map, clusters);
-  run_units<units::Form<64, IsFp8, 1>>(p, map, clusters);
+void run_cluster_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t clusters) {
+  if (head_dim == 128) return run_clusters<clusters::Form<128, IsFp8, 1>>(p, map, clusters);
+  if (slot_rows(p) > 8) return run_clusters<clusters::Form<64, IsFp8, 2>>(p, map, clusters);
+  run_clusters<clusters::Form<64, IsFp8, 1>>(p, map, clusters);
+}
+
+template <class Form>
+void run_warpgroups(const Problem& problem, CUtensorMap map, uint32_t blocks) {
+  map.chunks = Form::kChunks, map.box_tokens = Form::kPieceTokens;
+  Unwritten unwritten(problem, Form::kHeadDim, Form::kIsFp8);
+  unwritten.begin();
+  // All blocks at a time, since they wait for each other.
+  run_cluster(blocks, Form::kThreads, sizeof(warpgroups::Shared<Form>), 0, 1, [&](uint4* memory) {
+    warpgroups::run<Form>(problem, map, *reinterpret_cast<warpgroups::Shared<Form>*>(memory));
+  });
+}
+
+template <uint32_t HeadDim, bool IsFp8>
+void run_warpgroup_rows(const Problem& p, const CUtensorMap& map, uint32_t blocks) {
+  if (slot_rows(p) > 8) return run_warpgroups<warpgroups::Form<HeadDim, IsFp8, 2>>(p, map, blocks);
+  run_warpgroups<warpgroups::Form<HeadDim, IsFp8, 1>>(p, map, blocks);
+}
+
+template <bool IsFp8>
+void run_warpgroup_size(const Problem& p, const CUtensorMap& map, uint32_t head_dim, uint32_t blocks) {
+  if (head_dim == 128) return run_warpgroup_rows<128, IsFp8>(p, map, blocks);
+  run_warpgroup_rows<256, IsFp8>(p, map, blocks);
 }
 
 }  // namespace
@@ -102,22 +127,27 @@ extern "C" void divide(const Problem* problem, uint32_t length, uint32_t warps, 
 
 // How many splits clusters have of a sequence, and the tiles where those begin, with the end.
 extern "C" uint32_t divide_for_clusters(const Problem* problem, uint32_t length, uint32_t* begins) {
-  const uint32_t tiles = undivided_span(*problem, length, 1).tiles, splits = units::splits_of(*problem, tiles);
-  for (uint32_t split = 0; split <= splits; ++split) begins[split] = units::first_tile(tiles, splits, split);
+  const uint32_t tiles = undivided_span(*problem, length, 1).tiles, splits = clusters::Division::splits_of(*problem, tiles);
+  for (uint32_t split = 0; split <= splits; ++split) begins[split] = clusters::Division::first_tile(*problem, tiles, splits, split);
   return splits;
 }
 
 extern "C" void attend_on_the_host(const Problem* problem, uint32_t head_dim, bool is_fp8, bool is_small,
-                                   bool is_clustered, uint32_t pages, uint32_t blocks, bool is_late) {
+                                   const char* form, uint32_t pages, uint32_t blocks, bool is_late) {
   emulated_is_late = is_late;
-  if (is_clustered && !is_small && units::has_form(head_dim, slot_rows(*problem))) {
-    CUtensorMap map{};
-    map.bytes = problem->cache;
-    map.tokens = problem->tokens_per_page, map.heads = problem->kv_heads, map.pages = pages;
-    map.token_stride = problem->token_stride, map.head_stride = problem->head_stride;
-    map.page_stride = problem->page_stride;
-    if (is_fp8) return run_unit_size<true>(*problem, map, head_dim, blocks);
-    return run_unit_size<false>(*problem, map, head_dim, blocks);
+  const std::string_view kernel = is_small ? "blocks" : form;
+  CUtensorMap map{};
+  map.bytes = problem->cache;
+  map.tokens = problem->tokens_per_page, map.heads = problem->kv_heads, map.pages = pages;
+  map.token_stride = problem->token_stride, map.head_stride = problem->head_stride;
+  map.page_stride = problem->page_stride;
+  if (kernel == "clusters" && clusters::has_form(head_dim, slot_rows(*problem))) {
+    if (is_fp8) return run_cluster_size<true>(*problem, map, head_dim, blocks);
+    return run_cluster_size<false>(*problem, map, head_dim, blocks);
+  }
+  if (kernel == "warpgroups" && warpgroups::has_form(head_dim)) {
+    if (is_fp8) return run_warpgroup_size<true>(*problem, map, head_dim, 2);
+    return run_warpgroup_size<false>(*problem, map, head_dim, 2);
   }
   if (is_fp8) {
     run_size<true>(*problem, head_dim, is_small, blocks);

@@ -16,7 +16,7 @@ __all__ = ["Workspace", "decode_attention", "make_workspace"]
 ROWS, SEQUENCES, RANKS = 16, 256, 8
 # Tokens of a split of a short sequence, the most splits, and the most sequences of a batch that
 # clusters of blocks compute (docs/kernels/decode_attention.md).
-LEAST_CHUNK, MOST_SPLITS, MOST_CLUSTERED = 128, 64, 4
+LEAST_CHUNK, MOST_SPLITS, MOST_CLUSTERED = 128, 64, 2
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Workspace:
     least_chunk: int = LEAST_CHUNK
     most_splits: int = MOST_SPLITS
     most_clustered: int = MOST_CLUSTERED
+    warpgroups: bool = True
 
 
 def make_workspace(
@@ -41,9 +42,10 @@ def make_workspace(
     least_chunk: int = LEAST_CHUNK,
     most_splits: int = MOST_SPLITS,
     most_clustered: int = MOST_CLUSTERED,
+    warpgroups: bool = True,
 ) -> Workspace:
     """For `sequences` at a time: a larger batch takes several launches. Calls on several streams
-    need one each. The last three are for tests and measurements.
+    need one each. The last four are for tests and measurements.
     """
     items = min(sequences, SEQUENCES) * kv_heads * -(-group * most_queries // ROWS)
     rows = min(ROWS, group * most_queries)
@@ -54,6 +56,7 @@ def make_workspace(
         least_chunk,
         most_splits,
         most_clustered,
+        warpgroups,
     )
 
 
@@ -100,7 +103,8 @@ _attend = operator(
     "decode_attention(Tensor query, Tensor cache, Tensor pages, Tensor lengths, Tensor"
     " query_begins, int most_queries, float scale, Tensor? k_scale, Tensor? v_scale, int window,"
     " float soft_cap, Tensor? sinks, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials,"
-    " Tensor(d!) counters, int least_chunk, int most_splits, int most_clustered, bool early) -> ()",
+    " Tensor(d!) counters, int least_chunk, int most_splits, int most_clustered, bool"
+    " warpgroups, bool early) -> ()",
     _reference,
     _fake,
 )
@@ -161,6 +165,7 @@ def decode_attention(
         workspace.least_chunk,
         workspace.most_splits,
         workspace.most_clustered,
+        workspace.warpgroups,
         early,
     )
     return out

@@ -1,9 +1,10 @@
 // nibble::decode_attention on NVIDIA GPUs.
 #include <optional>
 
+#include "decode_attention/cache_map.h"
+#include "decode_attention/clusters/division.h"
 #include "decode_attention/launch.cuh"
-#include "decode_attention/units/cache_map.h"
-#include "decode_attention/units/division.h"
+#include "decode_attention/warpgroups/form.h"
 #include "nibble/cuda.h"
 
 namespace nibble::attention {
@@ -66,14 +67,15 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
 }
 
 // The sequences in parts that a launch has tables and the workspace has room for. A sequence's result depends
-// on the others only in whether all are at most `most_clustered`: clusters are faster for few.
+// on the others only in whether all are at most `most_clustered`: clusters are faster for few. SM90 has warpgroups
+// for more; elsewhere, and for other sizes, blocks compute them.
 void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tensor& query, const Tensor& cache,
-                  uint32_t most_clustered) {
+                  uint32_t most_clustered, bool use_warpgroups) {
   const int device = query.get_device_index();
   const cudaStream_t stream = current_stream(query);
   const uint32_t head_dim = static_cast<uint32_t>(query.size(2));
   const bool is_fp8 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
-  const units::CacheMap map{p.cache,
+  const CacheMap map{p.cache,
                             static_cast<uint64_t>(cache.size(0)),
                             p.kv_heads,
                             p.tokens_per_page,
@@ -84,11 +86,14 @@ void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tenso
   check(find_gpu(device, gpu));
   // Targets with less shared memory have no kernel of clusters.
   const bool is_clustered = sequences <= most_clustered && gpu.shared_bytes >= kLargeSharedBytes &&
-                            units::has_form(head_dim, slot_rows(p));
+                            clusters::has_form(head_dim, slot_rows(p));
+  const bool has_warpgroups = use_warpgroups && gpu.capability == 90 && warpgroups::has_form(head_dim);
   for (uint32_t done = 0; done < sequences; done += p.sequences) {
     p.sequences = std::min(sequences - done, at_a_time);
     if (is_clustered) {
-      check((is_fp8 ? units::launch_fp8 : units::launch_bf16)(p, map, head_dim, device, stream));
+      check((is_fp8 ? clusters::launch_fp8 : clusters::launch_bf16)(p, map, head_dim, device, stream));
+    } else if (has_warpgroups) {
+      check((is_fp8 ? warpgroups::launch_fp8 : warpgroups::launch_bf16)(p, map, head_dim, device, stream));
     } else {
       check(launch(p, head_dim, is_fp8, device, stream));
     }
@@ -103,7 +108,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                       int64_t window, double soft_cap, const std::optional<Tensor>& sinks, Tensor out,
                       std::optional<Tensor> lse, Tensor partials, Tensor counters, int64_t least_chunk,
-                      int64_t most_splits, int64_t most_clustered, bool is_early) {
+                      int64_t most_splits, int64_t most_clustered, bool use_warpgroups, bool is_early) {
   check_tables(pages, lengths, query_begins);
   check_cache(query, cache);
   Problem p = problem_of(query, cache, pages, most_queries, least_chunk, most_splits);
@@ -129,7 +134,7 @@ void decode_attention(const Tensor& query, const Tensor& cache, const Tensor& pa
   p.soft_cap = static_cast<float>(soft_cap);
   p.is_early = is_early;
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  launch_parts(p, sequences, at_a_time, query, cache, static_cast<uint32_t>(most_clustered));
+  launch_parts(p, sequences, at_a_time, query, cache, static_cast<uint32_t>(most_clustered), use_warpgroups);
 }
 
 }  // namespace

@@ -20,13 +20,20 @@ __device__ constexpr bool is_for_target() {
 }
 
 struct Gpu {
-  int multiprocessors, shared_bytes;
+  int multiprocessors, shared_bytes, capability;  // 90 for SM90
 };
 
 inline cudaError_t find_gpu(int device, Gpu& gpu) {
   cudaError_t error = cudaDeviceGetAttribute(&gpu.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&gpu.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  error = cudaDeviceGetAttribute(&gpu.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  int major = 0, minor = 0;
+  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  gpu.capability = major * 10 + minor;
+  return error;
 }
 
 }  // namespace nibble::attention

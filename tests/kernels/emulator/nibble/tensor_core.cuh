@@ -108,13 +108,17 @@ struct EmulatedBlock {
     std::deque<std::vector<Product>> products;  // in groups: begun, not yet waited for
     std::deque<std::vector<std::function<void()>>> copies{{}};  // in groups; the last one is not ended
   };
-  std::vector<EmulatedBarrier> warps;
+  std::vector<EmulatedBarrier> warps, warpgroups;
   EmulatedBarrier all;
   std::vector<Lane> lanes;
   uint32_t rank;
 
   EmulatedBlock(uint32_t threads, uint32_t rank)
-      : warps(threads / 32, EmulatedBarrier(32)), all(threads), lanes(threads), rank(rank) {}
+      : warps(threads / 32, EmulatedBarrier(32)),
+        warpgroups(threads / 128, EmulatedBarrier(128)),
+        all(threads),
+        lanes(threads),
+        rank(rank) {}
 };
 
 // The blocks of a cluster, each with its shared memory.

@@ -8,12 +8,12 @@
 #define NIBBLE_HAS_WARPGROUP_PRODUCTS 1
 
 // A matrix of words, and how many of its rows and columns a box has. Or pages of heads of tokens of chunks of 128
-// bytes, of which a box has 16 tokens with all of their chunks.
+// bytes, of which a box has box_tokens tokens with all of their chunks.
 struct CUtensorMap {
   const uint32_t* words;
   uint32_t columns, rows, box_columns, box_rows, box_chunks = 1;
   const uint8_t* bytes = nullptr;
-  uint32_t tokens = 0, chunks = 0, heads = 0, pages = 0;
+  uint32_t tokens = 0, chunks = 0, heads = 0, pages = 0, box_tokens = 0;
   int64_t token_stride = 0, head_stride = 0, page_stride = 0;
 };
 
@@ -123,14 +123,15 @@ inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_
 // Units of 16 bytes are swapped as CU_TENSOR_MAP_SWIZZLE_128B does it, by bits of their place.
 inline void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head, uint32_t page,
                         SharedPlace barrier) {
-  if (token + 16 > map.tokens || head >= map.heads || page >= map.pages || offset_of(to) % 1024) {
+  if (token + map.box_tokens > map.tokens || head >= map.heads || page >= map.pages || offset_of(to) % 1024) {
     std::fprintf(stderr, "no box of token %u of head %u of page %u\n", token, head, page);
     std::abort();
   }
-  begin_copy(barrier, 16 * 128 * map.chunks, [=, map = map] {
+  const uint32_t bytes = map.box_tokens * 128 * map.chunks;
+  begin_copy(barrier, bytes, [=, map = map] {
     const uint8_t* const first = map.bytes + page * map.page_stride + head * map.head_stride;
-    for (uint32_t place = 0; place < 16 * 128 * map.chunks; place += 16) {
-      const uint32_t row = token + place / 128 % 16, chunk = place / 2048;
+    for (uint32_t place = 0; place < bytes; place += 16) {
+      const uint32_t row = token + place / 128 % map.box_tokens, chunk = place / (128 * map.box_tokens);
       const uint8_t* const from = first + row * map.token_stride + chunk * 128 + place % 128;
       std::memcpy(to + (place ^ (place >> 7 & 7) << 4), from, 16);
     }
@@ -198,6 +199,27 @@ void run_product(float* sum, const std::array<const uint32_t*, 4>& a, uint64_t b
   }
 }
 
+// The same with a in shared memory, rows or columns of 64 elements whose units of 16 bytes are swapped.
+template <bool Is_transposed, uint32_t Columns>
+void run_shared_product(float* sum, uint64_t a, uint64_t b, const uint8_t* shared) {
+  const uint32_t begin = (a & 0x3fff) << 4, next_eight = (a >> 32 & 0x3fff) << 4, warp = threadIdx.x / 32 % 4;
+  const auto element = [&](uint32_t row, uint32_t k) {
+    const uint32_t outer = Is_transposed ? k : row, inner = Is_transposed ? row : k;
+    const uint32_t place = begin + outer / 8 * next_eight + outer % 8 * 128 + inner * 2;
+    uint16_t bits;
+    std::memcpy(&bits, shared + (place ^ (place >> 7 & 7) << 4), 2);
+    return uint32_t{bits};
+  };
+  uint32_t of_rows[16][4];
+  for (uint32_t c = 0; c < 4; ++c) {
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t row = warp * 16 + threadIdx.x % 32 / 4 + i % 2 * 8, k = 2 * c + i / 2 * 8;
+      of_rows[c][i] = element(row, k) | element(row, k + 1) << 16;
+    }
+  }
+  run_product<true, Columns>(sum, {of_rows[0], of_rows[1], of_rows[2], of_rows[3]}, b, shared);
+}
+
 // The oldest groups, until `pending` are left.
 inline void run_products(uint32_t pending) {
   auto& groups = emulated_lane(threadIdx.x % 32).products;
@@ -232,6 +254,50 @@ void multiply_warpgroup(float (&sum)[Columns / 2], const uint32_t (&a)[4], uint6
                         run_product<Bfloat, Columns>(sum, of_row, b, shared);
                       },
                       a});
+}
+
+inline uint64_t swapped_operand(SharedPlace place, uint32_t next_eight) {
+  if (offset_of(place) % 16 != 0 || next_eight % 1024 != 0) std::abort();
+  return uint64_t{offset_of(place) >> 4} | uint64_t{next_eight >> 4} << 32;
+}
+
+template <bool Is_transposed, uint32_t Columns>
+void multiply_shared(float (&sum)[Columns / 2], uint64_t a, uint64_t b, bool adds) {
+  const uint8_t* const shared =
+      reinterpret_cast<const uint8_t*>(emulated_cluster->memory[emulated_block->rank].data());
+  emulated_lane(threadIdx.x % 32)
+      .products.back()
+      .push_back({[=, sum = &sum[0]](size_t) {
+                    if (!adds) std::fill_n(sum, Columns / 2, 0.0f);
+                    run_shared_product<Is_transposed, Columns>(sum, a, b, shared);
+                  },
+                  nullptr});
+}
+
+template <uint32_t Count>
+void keep(const uint32_t (&)[Count][4]) {}
+
+inline void meet_warpgroup(uint32_t number) { emulated_block->warpgroups[number].arrive_and_wait(); }
+inline bool any_of_warpgroup(uint32_t number, bool is_so) {
+  emulated_lane(threadIdx.x % 32).shuffled = is_so;
+  meet_warpgroup(number);
+  bool any = false;
+  for (uint32_t i = 0; i < 128; ++i) any |= emulated_block->lanes[number * 128 + i].shuffled != 0;
+  meet_warpgroup(number);
+  return any;
+}
+
+template <size_t Count>
+void store_transposed(SharedPlace place, const uint32_t (&matrices)[Count]) {
+  const uint32_t own = threadIdx.x % 32;
+  std::ranges::copy(matrices, emulated_lane(own).a);
+  meet_warp();
+  for (uint32_t row = 0; own / 8 < Count && row < 8; ++row) {
+    const uint32_t pair = emulated_lane(row * 4 + own % 8 / 2).a[own / 8];
+    const uint16_t bits = static_cast<uint16_t>(pair >> own % 2 * 16);
+    std::memcpy(place + row * 2, &bits, 2);
+  }
+  meet_warp();
 }
 
 }  // namespace nibble::instruction

@@ -177,6 +177,25 @@ __device__ __forceinline__ void publish_to_copies() {
 __device__ __forceinline__ void store_shared_word(SharedPlace to, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
+// The warps of a block's warpgroup of this number meet.
+__device__ __forceinline__ void meet_warpgroup(uint32_t number) {
+  asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(number + 1) : "memory");
+}
+// The same, and whether it is so for any thread.
+__device__ __forceinline__ bool any_of_warpgroup(uint32_t number, bool is_so) {
+  uint32_t any;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred own, all;\n\t"
+      "setp.ne.u32 own, %2, 0;\n\t"
+      "barrier.cta.red.or.aligned.pred all, %1, 128, own;\n\t"
+      "selp.u32 %0, 1, 0, all;\n\t"
+      "}"
+      : "=r"(any)
+      : "r"(number + 1), "r"(static_cast<uint32_t>(is_so))
+      : "memory");
+  return any != 0;
+}
 // Makes this thread's stores to shared memory visible to products and bulk copies.
 __device__ __forceinline__ void publish_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -218,6 +237,14 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
+// An operand in shared memory as copies that swap units of 16 bytes among 128 put it there: eight times 128 bytes
+// after eight times 128 bytes, `next_eight` bytes apart. Each 128 bytes are of a row, or of a column where the
+// product reads it transposed.
+__device__ __forceinline__ uint64_t swapped_operand(SharedPlace place, uint32_t next_eight) {
+  return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{next_eight >> 4} << 32 | uint64_t{1} << 62;
+}
+
+#define NIBBLE_NAMES_4 "%0, %1, %2, %3"
 #define NIBBLE_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NIBBLE_NAMES_16 \
   NIBBLE_NAMES_8        \
@@ -229,6 +256,7 @@ __device__ __forceinline__ void wait_for_products() {
   NIBBLE_NAMES_32                                                                    \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NIBBLE_SUMS_4(i) "+f"(sum[i + 0]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define NIBBLE_SUMS_8(i)                                                                    \
   "+f"(sum[i + 0]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3]), "+f"(sum[i + 4]), \
       "+f"(sum[i + 5]), "+f"(sum[i + 6]), "+f"(sum[i + 7])
@@ -255,14 +283,58 @@ __device__ __forceinline__ void wait_for_products() {
 template <bool Bfloat, uint32_t Columns>
 __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], const uint32_t (&a)[4],
                                                    uint64_t b) {
-  static_assert(Columns == 16 || Columns == 32 || Columns == 64 || Columns == 128);
+  static_assert(Columns == 8 || Columns == 16 || Columns == 32 || Columns == 64 || Columns == 128);
+  NIBBLE_PRODUCT_OF(8, 4, 4, 5, 6, 7, 8)
   NIBBLE_PRODUCT_OF(16, 8, 8, 9, 10, 11, 12)
   NIBBLE_PRODUCT_OF(32, 16, 16, 17, 18, 19, 20)
   NIBBLE_PRODUCT_OF(64, 32, 32, 33, 34, 35, 36)
   NIBBLE_PRODUCT_OF(128, 64, 64, 65, 66, 67, 68)
 }
+#define NIBBLE_SHARED_PRODUCT(columns, registers, a_place, b_place, adds_place, transposed)                    \
+  asm volatile(                                                                                               \
+      "{\n\t.reg .pred adds;\n\tsetp.ne.u32 adds, %" #adds_place                                              \
+      ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" NIBBLE_NAMES_##registers      \
+      "}, %" #a_place ", %" #b_place ", adds, 1, 1, " #transposed ", 0;\n\t}"                                 \
+      : NIBBLE_SUMS_##registers(0)                                                                            \
+      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(adds)))
+
+// sum = a b, or sum += a b where it `adds`: a [64, 16] and b [16, Columns] of bfloat16, both in shared memory. Is_
+// transposed: a has 64 rows of a column side by side.
+template <bool Is_transposed, uint32_t Columns>
+__device__ __forceinline__ void multiply_shared(float (&sum)[Columns / 2], uint64_t a, uint64_t b, bool adds) {
+  static_assert(Columns == 8 || Columns == 16);
+  if constexpr (Columns == 8 && Is_transposed) NIBBLE_SHARED_PRODUCT(8, 4, 4, 5, 6, 1);
+  if constexpr (Columns == 8 && !Is_transposed) NIBBLE_SHARED_PRODUCT(8, 4, 4, 5, 6, 0);
+  if constexpr (Columns == 16 && Is_transposed) NIBBLE_SHARED_PRODUCT(16, 8, 8, 9, 10, 1);
+  if constexpr (Columns == 16 && !Is_transposed) NIBBLE_SHARED_PRODUCT(16, 8, 8, 9, 10, 0);
+}
+#undef NIBBLE_SHARED_PRODUCT
+
+// Operands in registers stay there until here: behind a wait for the products that read them.
+template <uint32_t Count>
+__device__ __forceinline__ void keep(const uint32_t (&operands)[Count][4]) {
+#pragma unroll
+  for (uint32_t i = 0; i < Count; ++i)
+    asm volatile("" ::"r"(operands[i][0]), "r"(operands[i][1]), "r"(operands[i][2]), "r"(operands[i][3]));
+}
+
+// Matrices of 8 x 8 pairs of 16 bits, of which lane 4 r + c has columns 2 c and 2 c + 1 of row r: a column is
+// written as 16 bytes to the place of lane 8 m + i, column i of matrix m.
+__device__ __forceinline__ void store_transposed(SharedPlace place, const uint32_t (&matrices)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(place), "r"(matrices[0]),
+               "r"(matrices[1])
+               : "memory");
+}
+__device__ __forceinline__ void store_transposed(SharedPlace place, const uint32_t (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+
 #undef NIBBLE_PRODUCT_OF
 #undef NIBBLE_PRODUCT
+#undef NIBBLE_SUMS_4
+#undef NIBBLE_NAMES_4
 #undef NIBBLE_SUMS_8
 #undef NIBBLE_NAMES_8
 #undef NIBBLE_SUMS_16

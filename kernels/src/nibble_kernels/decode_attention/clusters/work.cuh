@@ -1,23 +1,14 @@
-// The units of a batch, in order, and their tiles on their way to shared memory.
-//
-// A unit is a split of a sequence for a KV head and a tile of rows. Heads come first, then splits, then
-// sequences: clusters that run at a time read the same pages. Cluster i has the units i, i + clusters, ... The
-// tiles of all of its units go around the warps of its blocks: first to all blocks, then to their next warps.
+// A cluster's units, and their tiles on their way to shared memory. Cluster i has the units i, i + clusters, ...
+// The tiles of all of its units go around the warps of its blocks: first to all blocks, then to their next warps.
 #pragma once
 
-#include "decode_attention/units/division.h"
-#include "nibble/warpgroup_instructions.cuh"
+#include "decode_attention/clusters/division.h"
+#include "decode_attention/unit.cuh"
 
-namespace nibble::attention::units {
+namespace nibble::attention::clusters {
 
-struct Unit {
-  uint32_t splits;                // of the sequence; 0: there are no more units
-  uint32_t split, begin, tiles;   // `begin`: the first token of its tiles
-  uint32_t first, length;         // tokens that queries see
-  uint32_t query_begin, queries;  // of the sequence
-  uint32_t sequence, head, row_tile;
-  uint32_t slot;        // in global memory, of the first split
-  uint32_t first_warp;  // of the cluster: it has the first tile
+struct Unit : attention::Unit {
+  uint32_t first_warp = 0;  // of the cluster: it has the first tile
 };
 
 template <class Form>
@@ -31,96 +22,9 @@ struct Shared {
   uint64_t free[Form::kMostBuffers];                      // in all blocks of the cluster
 };
 
-// Goes around places with barriers in shared memory.
-struct Place {
-  uint32_t number = 0, parity = 0;
-  __device__ __forceinline__ void advance(uint32_t by, uint32_t places) {  // by: at most `places`
-    number += by;
-    if (number >= places) number -= places, parity ^= 1;
-  }
-};
-
-__device__ __forceinline__ void wait_for(uint64_t& barrier, uint32_t parity) {
-  instruction::wait_for_phase(instruction::shared_place(&barrier), parity);
-}
 __device__ __forceinline__ void wait_for_cluster(uint64_t& barrier, uint32_t parity) {
   instruction::wait_for_phase<true>(instruction::shared_place(&barrier), parity);
 }
-
-// Finds units in rising order. Each lane has one of 32 sequences.
-class Finder {
- public:
-  __device__ __forceinline__ explicit Finder(const Problem& p)
-      : p_(p), pairs_(p.kv_heads * row_tiles_of(p)) {
-    load();
-  }
-
-  // Calls of all lanes together.
-  __device__ __forceinline__ Unit find(uint32_t number) {
-    for (;;) {
-      const uint32_t owners = __ballot_sync(~0u, end_ > number);
-      if (owners != 0) return unit_of(number, __ffs(static_cast<int>(owners)) - 1);
-      before_ = __shfl_sync(~0u, end_, kLanes - 1);
-      sequence_ += kLanes;
-      if (sequence_ >= p_.sequences) return Unit{};
-      load();
-    }
-  }
-
- private:
-  __device__ __forceinline__ void load() {
-    const uint32_t lane = threadIdx.x % kLanes, own = sequence_ + lane;
-    uint32_t units = 0;
-    query_begin_ = queries_ = 0;
-    span_ = Span{};
-    if (own < p_.sequences) {
-      query_begin_ = static_cast<uint32_t>(__ldg(p_.query_begins + own));
-      const uint32_t query_end = static_cast<uint32_t>(__ldg(p_.query_begins + own + 1));
-      const uint32_t length = static_cast<uint32_t>(max(__ldg(p_.lengths + own), 0));
-      queries_ = query_end - query_begin_;
-      span_ = undivided_span(p_, length, queries_);
-      span_.splits = queries_ == 0 ? 0 : splits_of(p_, span_.tiles);
-      units = span_.splits * pairs_;
-    }
-    end_ = units;
-    for (uint32_t step = 1; step < kLanes; step *= 2) {
-      const uint32_t other = __shfl_sync(~0u, end_, lane >= step ? lane - step : lane);
-      if (lane >= step) end_ += other;
-    }
-    end_ += before_;
-    begin_ = end_ - units;
-  }
-
-  __device__ __forceinline__ Unit unit_of(uint32_t number, uint32_t owner) const {
-    Unit unit;
-    unit.splits = __shfl_sync(~0u, span_.splits, owner);
-    const uint32_t before = __shfl_sync(~0u, begin_, owner), all = __shfl_sync(~0u, span_.tiles, owner);
-    unit.first = __shfl_sync(~0u, span_.first, owner);
-    unit.length = __shfl_sync(~0u, span_.end, owner);
-    unit.query_begin = __shfl_sync(~0u, query_begin_, owner);
-    unit.queries = __shfl_sync(~0u, queries_, owner);
-    const uint32_t in_sequence = number - before, row_tiles = row_tiles_of(p_);
-    unit.split = in_sequence / pairs_;
-    const uint32_t pair = in_sequence - unit.split * pairs_;
-    unit.head = pair / row_tiles;
-    unit.row_tile = pair - unit.head * row_tiles;
-    unit.sequence = sequence_ + owner;
-    unit.slot = before + pair * unit.splits;
-    const uint32_t from = first_tile(all, unit.splits, unit.split);
-    unit.begin = unit.first / kTile * kTile + from * kTile;
-    unit.tiles = first_tile(all, unit.splits, unit.split + 1) - from;
-    // A sequence with fewer queries than others has no rows in the last tiles of them.
-    if (unit.row_tile * kRows >= p_.group * unit.queries) unit.tiles = 0;
-    unit.first_warp = 0;
-    return unit;
-  }
-
-  const Problem& p_;
-  const uint32_t pairs_;
-  uint32_t sequence_ = 0, before_ = 0;  // of lane 0; units of the sequences before that
-  uint32_t begin_, end_, query_begin_, queries_;
-  Span span_;
-};
 
 // Where a tile lies.
 struct TilePlace {
@@ -137,10 +41,10 @@ class Copier {
 
   __device__ __forceinline__ void run() {
     if (!p_.is_early) wait_for_previous();
-    Finder finder(p_);
+    Finder<Division> finder(p_);
     const uint32_t clusters = gridDim.x / Form::kRanks;
     uint32_t number = blockIdx.x / Form::kRanks;
-    Unit unit = finder.find(number);
+    Unit unit{finder.find(number)};
     TilePlace places = look_up(unit, 0);
 #pragma unroll 1
     for (;;) {
@@ -149,7 +53,7 @@ class Copier {
       const uint32_t tiles = tiles_of(unit);
       if (tiles != 0) copy(unit, 0, places);
       // The next unit's pages come while this one's tiles are copied.
-      Unit next = finder.find(number += clusters);
+      Unit next{finder.find(number += clusters)};
       next.first_warp = (unit.first_warp + unit.tiles) % Form::kSlots;
       const TilePlace next_places = look_up(next, 0);
       copy_after_first(unit, tiles, places);
@@ -228,4 +132,4 @@ class Copier {
   bool waited_ = false;
 };
 
-}  // namespace nibble::attention::units
+}  // namespace nibble::attention::clusters

@@ -2,10 +2,10 @@
 // their eight columns, so that few queries take few registers.
 #pragma once
 
-#include "decode_attention/units/division.h"
+#include "decode_attention/clusters/division.h"
 #include "nibble/tensor_core.cuh"
 
-namespace nibble::attention::units {
+namespace nibble::attention::clusters {
 
 __device__ __forceinline__ uint32_t pair_of(float low, float high, bool is_half) {
   if (is_half) {
@@ -211,4 +211,4 @@ __device__ __forceinline__ void add_values(Partial<Form>& partial, const Scores<
   }
 }
 
-}  // namespace nibble::attention::units
+}  // namespace nibble::attention::clusters

@@ -7,10 +7,10 @@
 #include <mutex>
 
 #include "decode_attention/target.cuh"
-#include "decode_attention/units/cache_map.h"
-#include "decode_attention/units/decode.cuh"
+#include "decode_attention/cache_map.h"
+#include "decode_attention/clusters/decode.cuh"
 
-namespace nibble::attention::units {
+namespace nibble::attention::clusters {
 
 template <class Form>
 __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
@@ -72,7 +72,7 @@ cudaError_t launch_form(Problem p, int device, const CacheMap& cache, cudaStream
   p.most_whole = p.least_chunk * Form::kWholeChunks;
   p.sharing = clusters_of_sequence(clusters);
   const Launch<Form> launch(clusters, stream);
-  return cudaLaunchKernelEx(&launch.config, attend<Form>, p, cache.of_tiles(Form::kChunks));
+  return cudaLaunchKernelEx(&launch.config, attend<Form>, p, cache.of_tokens(kTile, Form::kChunks));
 }
 
 template <bool IsFp8>
@@ -84,4 +84,4 @@ cudaError_t launch_type(const Problem& p, const CacheMap& cache, uint32_t head_d
   return launch_form<Form<64, IsFp8, 1>>(p, device, cache, stream);
 }
 
-}  // namespace nibble::attention::units
+}  // namespace nibble::attention::clusters

@@ -7,10 +7,10 @@
 // them. All sums are in a fixed order.
 #pragma once
 
-#include "decode_attention/units/tile.cuh"
-#include "decode_attention/units/work.cuh"
+#include "decode_attention/clusters/tile.cuh"
+#include "decode_attention/clusters/work.cuh"
 
-namespace nibble::attention::units {
+namespace nibble::attention::clusters {
 
 template <class Form>
 class Attention {
@@ -122,7 +122,7 @@ class Attention {
     Query<Form> query;
     float factor[Form::kRowGroups][2];  // of a product: the scale, in base 2 unless scores are capped
     load_queries(unit, query, factor);
-    const uint32_t seen_by_all = seen_first(unit, unit.queries == 0 ? 0 : unit.queries - 1);
+    const uint32_t seen_by_all = seen_first(p_, unit, unit.queries == 0 ? 0 : unit.queries - 1);
     const uint32_t seen_end_by_all = seen_end(unit, 0);
     clear(partial);
 #pragma unroll 1
@@ -180,8 +180,8 @@ class Attention {
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
-        const uint32_t query = query_of(unit, group * 8 + lane() % 4 * 2 + i);
-        const uint32_t first = seen_first(unit, query), end = seen_end(unit, query);
+        const uint32_t query = query_of(p_, unit, group * 8 + lane() % 4 * 2 + i);
+        const uint32_t first = seen_first(p_, unit, query), end = seen_end(unit, query);
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
           const uint32_t token = begin + lane() / 4 + j * 8;
@@ -216,40 +216,13 @@ class Attention {
     }
   }
 
-  // --- rows and queries ---
-
-  __device__ __forceinline__ uint32_t rows_of(const Unit& unit) const {
-    const uint32_t rows = p_.group * unit.queries, before = unit.row_tile * kRows;
-    return rows > before ? min(rows - before, kRows) : 0;
-  }
-  // Which of the sequence's queries a row is of; the last one for what is not a row.
-  __device__ __forceinline__ uint32_t query_of(const Unit& unit, uint32_t row) const {
-    return p_.most_queries == 1 ? 0 : min((unit.row_tile * kRows + row) / p_.group, unit.queries - 1);
-  }
-  __device__ __forceinline__ uint32_t seen_end(const Unit& unit, uint32_t query) const {
-    const uint32_t end = unit.length + query + 1;
-    return end > unit.queries ? min(end - unit.queries, unit.length) : 0;
-  }
-  __device__ __forceinline__ uint32_t seen_first(const Unit& unit, uint32_t query) const {
-    const uint32_t end = seen_end(unit, query);
-    return p_.window != 0 && end > p_.window ? end - p_.window : 0;
-  }
-
-  // Where a row's query, and its result without strides, lies.
-  struct RowPlace {
-    uint32_t token, head;
-  };
-  __device__ __forceinline__ RowPlace place_of(const Unit& unit, uint32_t row) const {
-    if (p_.most_queries == 1) return {unit.query_begin, unit.head * p_.group + row};
-    const uint32_t all = unit.row_tile * kRows + row, query = all / p_.group;
-    return {unit.query_begin + query, unit.head * p_.group + all - query * p_.group};
-  }
+  // --- queries ---
 
   __device__ __forceinline__ void load_queries(const Unit& unit, Query<Form>& query,
                                                float (&factor)[Form::kRowGroups][2]) const {
     constexpr float kLog2E = 1.4426950408889634f;
     const float scale = p_.scale * (p_.soft_cap != 0 ? 1 : kLog2E) * (p_.k_scale ? __ldg(p_.k_scale) : 1);
-    const uint32_t rows = rows_of(unit);
+    const uint32_t rows = rows_of(p_, unit);
 #pragma unroll
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
       load_query(unit, rows, group, query[group]);
@@ -267,7 +240,7 @@ class Attention {
                                              uint2 (&query)[Form::kSteps]) const {
     const uint32_t row = group * 8 + lane() / 4;
     const bool is_there = row < rows;
-    const RowPlace place = place_of(unit, is_there ? row : 0);
+    const RowPlace place = place_of(p_, unit, is_there ? row : 0);
     const uint16_t* const from = static_cast<const uint16_t*>(p_.query) +
                                  place.token * p_.query_token_stride + place.head * p_.query_head_stride;
 #pragma unroll
@@ -338,7 +311,7 @@ class Attention {
   // To all blocks of the cluster: a slice to each, and maxima and sums to all.
   __device__ __forceinline__ void send(const Unit& unit, uint32_t slot, uint32_t buffer,
                                        const Partial<Form>& partial) const {
-    const uint32_t rows = rows_of(unit);
+    const uint32_t rows = rows_of(p_, unit);
     float4* const to = received(buffer);
     const instruction::SharedPlace got = instruction::shared_place(&shared_.got[buffer]);
 #pragma unroll
@@ -367,7 +340,7 @@ class Attention {
 
   __device__ __forceinline__ void add(uint32_t adder) {
     for_units([&](const Unit& unit, const Place& buffer) {
-      const uint32_t rows = rows_of(unit), slots = slots_of(unit);
+      const uint32_t rows = rows_of(p_, unit), slots = slots_of(unit);
       if (adder == 0 && lane() == 0) {
         const uint32_t quads = slots * (rows * kSliceQuads + (rows + 1) / 2);
         instruction::arrive_expecting(instruction::shared_place(&shared_.got[buffer.number]), quads * 16);
@@ -382,7 +355,7 @@ class Attention {
         if (row + Form::kAdders < rows) next = load_slots(from, slots, row + Form::kAdders);
         const Sum sum = add_slots(from, slots, row, parts);
         if (unit.splits == 1) {
-          write_row(place_of(unit, row), sum);
+          write_row(place_of(p_, unit, row), sum);
         } else {
           write_partial(unit, row, sum);
         }
@@ -480,14 +453,10 @@ class Attention {
   __device__ __forceinline__ void write_row(const RowPlace& place, const Sum& sum) const {
     const float factor = finish_row(place, sum.maximum, sum.total);
     if (lane() >= kSliceQuads) return;
-    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(place) * kDim);
+    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(p_, place) * kDim);
     out[rank_ * kSliceQuads + lane()] =
         uint2{pair_of(sum.quad.x * factor, sum.quad.y * factor, false),
               pair_of(sum.quad.z * factor, sum.quad.w * factor, false)};
-  }
-
-  __device__ __forceinline__ size_t row_of(const RowPlace& place) const {
-    return size_t{place.token} * (p_.kv_heads * p_.group) + place.head;
   }
 
   // What a row's sum of values is multiplied by. A lane of the first block also writes the log-sum-exp.
@@ -502,7 +471,7 @@ class Attention {
       maximum = top;
     }
     if (lane() == 0 && rank_ == 0 && p_.lse != nullptr)
-      p_.lse[row_of(place)] = total > 0 ? (maximum + log2f(total)) * kLn2 : -INFINITY;
+      p_.lse[row_of(p_, place)] = total > 0 ? (maximum + log2f(total)) * kLn2 : -INFINITY;
     return total == 0 ? 0 : factor / total;
   }
 
@@ -565,7 +534,7 @@ class Attention {
     const Sum sum = add_parts(parts, unit.splits, [&](uint32_t split, uint32_t quad) {
       return __ldcg(slices + split * (stride / 4) + quad);
     });
-    write_row(place_of(unit, row), sum);
+    write_row(place_of(p_, unit, row), sum);
   }
 
   const Problem& p_;
@@ -574,4 +543,4 @@ class Attention {
   const uint32_t rank_, buffers_;
 };
 
-}  // namespace nibble::attention::units
+}  // namespace nibble::attention::clusters
