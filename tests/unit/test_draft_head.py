@@ -4,6 +4,7 @@ the plugin leaves as they are.
 
 from __future__ import annotations
 
+import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -184,3 +185,21 @@ def test_vllms_drafters_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
             drafter.load_model(given, f"{drafter.__name__} {head} {method}")
             assert given.model.endswith(method)
     assert heads == [f"drafter of {drafter.__name__} nvfp4 eagle3" for drafter in classes]
+
+
+@torch.inference_mode()
+def test_a_head_that_the_drafter_drops_does_not_stay_for_its_comparison() -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from nibble.engine.plugin.report.layer_checks import _weights
+    from nibble.engine.plugin.report.probes import make_probe
+
+    head: Any = torch.nn.Linear(32, 64, bias=False)
+    head.quant_method = UnquantizedLinearMethod()
+    probe = make_probe("lm_head", "kind", head, 1)
+    cpu = torch.device("cpu")
+    head.quant_method.apply = lambda layer, x, bias: torch.nn.functional.linear(x, layer.weight)
+    assert probe.module() is head and len(list(_weights(probe, cpu))) == 1
+    del head
+    gc.collect()
+    assert probe.module() is None and list(_weights(probe, cpu)) == []
