@@ -1,11 +1,12 @@
 """Answers with and without drafts that share their target's embedding or head, on any platform.
 
-    python benchmarks/draft_answers.py [DRAFT …] [--out FILE]
+    python benchmarks/draft_answers.py [DRAFT …] [--draft-head nvfp4] [--out FILE]
 
 nibble's plugin loads target and draft. Both have random weights, so few drafted tokens are
 accepted. A draft whose embedding was not shared would read uninitialized memory. For each draft:
 the share of greedy tokens that equal the target's alone, the drafted and accepted tokens, and
-whether it embeds with the target's numbers. Exit code 1 if a draft did not answer.
+whether it embeds with the target's numbers, and the methods of both heads (`--draft-head` is
+NIBBLE_DRAFT_HEAD). Exit code 1 if a draft did not answer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ METRICS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("drafts", nargs="*", default=DEFAULT)
+    parser.add_argument("--draft-head", choices=("bf16", "nvfp4"), default="bf16")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     from machine import machine
@@ -52,7 +54,7 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as scratch:
         target = write_checkpoint(Path(scratch) / "target", Shape(layers=3), "bf16")
-        alone, _ = answers(target, None)
+        alone, _ = answers(target, None, "bf16")
         for name in asked.drafts:
             wish = write_draft(Path(scratch) / name, name, target)
             speculation = {
@@ -61,7 +63,7 @@ def main() -> int:
                 "num_speculative_tokens": 2,
             }
             try:
-                said, counts = answers(target, speculation)
+                said, counts = answers(target, speculation, asked.draft_head)
                 same = [
                     a == b
                     for one, other in zip(said, alone, strict=True)
@@ -77,7 +79,7 @@ def main() -> int:
 
 
 def answers(
-    target: Path, speculation: dict[str, Any] | None
+    target: Path, speculation: dict[str, Any] | None, draft_head: str
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Greedy tokens for each prompt, and the draft's counters."""
     import vllm
@@ -85,6 +87,7 @@ def answers(
     llm = vllm.LLM(
         str(target),
         speculative_config=speculation,
+        additional_config={"nibble": {"draft_head": draft_head}},
         skip_tokenizer_init=True,
         max_model_len=256,
         max_num_seqs=PROMPTS,
@@ -105,18 +108,27 @@ def answers(
     counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     counts: dict[str, Any] = {name: int(counted.get(metric, 0)) for name, metric in METRICS.items()}
     if speculation:
-        counts["embedding_is_the_targets"] = shares_embedding(llm)
+        draft, served = models_of(llm)
+        counts["embedding_is_the_targets"] = shares_embedding(draft, served)
+        counts["draft_head"], counts["target_head"] = (
+            type(model.lm_head.quant_method).__name__ for model in (draft, served)
+        )
     llm.llm_engine.engine_core.shutdown()
     return [list(output.outputs[0].token_ids) for output in outputs], counts
 
 
-def shares_embedding(llm: Any) -> bool:
-    """Whether draft and target embed with the same numbers."""
+def models_of(llm: Any) -> tuple[Any, Any]:
+    """The draft and the target."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     speculator = getattr(runner, "speculator", None) or runner.drafter
+    return speculator.model, runner.get_model()
+
+
+def shares_embedding(*models: Any) -> bool:
+    """Whether draft and target embed with the same numbers."""
     draft, target = (
         next(p for name, p in model.named_parameters() if name.endswith("embed_tokens.weight"))
-        for model in (speculator.model, runner.get_model())
+        for model in models
     )
     return bool((draft == target).all())
 

@@ -1,12 +1,15 @@
 """How often vLLM accepts drafts of a tiny NVFP4 checkpoint's MTP head, as JSON on stdout.
 
     python benchmarks/mtp_acceptance.py [--shape qwen3_5|qwen3_next] [--quantized-fc] [--drafts N]
-        [--out FILE]
+        [--heads bf16 nvfp4] [--noise X …] [--out FILE]
 
 tests/support/models/mtp_model.py generates the checkpoint. Its texts follow one cycle of 1024
 tokens. `correct` is the share of generated tokens that follow the cycle, 1 for a sound model. An
 MTP head that was loaded wrongly has an acceptance of 1/1024. Needs vLLM and nibble-kernels; runs on
 every platform of vLLM.
+
+With several `--heads` (NIBBLE_DRAFT_HEAD) or `--noise`, the result is a list. More noise in
+`mtp.fc` makes the draft's choices closer, so that roundings of the head decide some of them.
 """
 
 from __future__ import annotations
@@ -40,22 +43,29 @@ def main() -> None:
     parser.add_argument(
         "--eager", action="store_true", help="without torch.compile and CUDA graphs"
     )
+    parser.add_argument("--heads", nargs="+", choices=("bf16", "nvfp4"), default=["bf16"])
+    parser.add_argument("--noise", nargs="+", type=float, help="of mtp.fc, default 0.1")
     parser.add_argument("--out", type=Path, help="also write the result here")
     args = parser.parse_args()
     logging.disable(logging.INFO)
-    from tests.support.models.mtp_model import write_mtp_model
+    from tests.support.models.mtp_model import CONTRIBUTION, write_mtp_model
 
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_mtp_model(Path(folder), args.shape, quantized_fc=args.quantized_fc)
-        found = measure(model, args)
+    results: list[dict[str, Any]] = []
+    for noise in args.noise or [CONTRIBUTION]:
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_mtp_model(
+                Path(folder), args.shape, quantized_fc=args.quantized_fc, draft_noise=noise
+            )
+            results += [measure(model, head, args) | {"noise": noise} for head in args.heads]
+    found = results if len(results) > 1 else results[0]
     text = json.dumps(found, indent=1)
     print(text)
     if args.out:
         args.out.write_text(text + "\n")
 
 
-def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Generate and count."""
+def measure(model: Path, head: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Generate and count. `head`: of the drafter."""
     import torch
     import vllm
 
@@ -73,6 +83,7 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         enforce_eager=args.eager,
         disable_log_stats=False,
         enable_prefix_caching=False,
+        additional_config={"nibble": {"draft_head": head}},
         **prefill,
     )
     prompts: list[list[int]] = []
@@ -93,9 +104,11 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     counts = {name: int(counted[metric]) for name, metric in METRICS.items()}
     return {
+        "command": " ".join(["python", *sys.argv]),
         "shape": args.shape,
         "quantized_fc": args.quantized_fc,
         "drafts": args.drafts,
+        "draft_head": head,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "vllm": vllm.__version__,
         "date": datetime.now(UTC).date().isoformat(),

@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--method", choices=("eagle", "mtp", "ngram"), default="eagle")
+    parser.add_argument("--draft-head", choices=("bf16", "nvfp4"), default="bf16")
     parser.add_argument("--acceptance", type=float)
     parser.add_argument("--linear-kernel", choices=("vllm", "nibble"), default="vllm")
     parser.add_argument("--passes", nargs="+", default=["off", "off", "on", "on"])
@@ -116,6 +117,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model.name,
         "linear_kernel": options.linear_kernel,
         "speculation": speculation_of(options),
+        "draft_head": options.draft_head,
         "seed": options.seed,
         "requests": options.requests,
         "machine": machine(),
@@ -191,7 +193,11 @@ def new_engine(options: argparse.Namespace) -> Any:
         speculative_config=speculation_of(options),
         # vLLM's choice of the second compiles for minutes at each start.
         additional_config={
-            "nibble": {"step_graph": "on", "linear_kernel": options.linear_kernel},
+            "nibble": {
+                "step_graph": "on",
+                "linear_kernel": options.linear_kernel,
+                "draft_head": options.draft_head,
+            },
             "gdn_prefill_backend": "triton",
         },
     )

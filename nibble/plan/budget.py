@@ -230,9 +230,11 @@ def make_budget(
     graphs_bytes: int,
     kv_cache_bytes: int | None,
     kernels_bytes: int = 0,
+    copies_bytes: int = 0,
 ) -> Budget:
     """Combine the available memory with what the model needs. `kv_cache_bytes` is for one device,
-    None if unset; `kernels_bytes`: workspace of nibble's kernels beside the target's estimate.
+    None if unset; `kernels_bytes`: workspace of nibble's kernels beside the target's estimate;
+    `copies_bytes`: weights that the engine holds beside the checkpoint's.
 
     On a CPU all ranks of this machine, including those of data parallel `replicas`, share one
     memory, so each rank's need is multiplied by their number.
@@ -253,7 +255,7 @@ def make_budget(
         engine_bytes=target.memory.engine_bytes * ranks,
         graphs_bytes=graphs_bytes,
         workspace_bytes=target.memory.workspace_bytes * ranks + kernels_bytes,
-        weights_bytes=weights and weights * ranks,
+        weights_bytes=weights and (weights + copies_bytes) * ranks,
         sequence_bytes=sequence and sequence * ranks,
         sequence_tokens=tokens,
         sequences=sequences,

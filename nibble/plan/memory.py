@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from nibble.plan.attention_kernel import attention_workspace_bytes
 from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
 from nibble.plan.choice import Choice, Choices, Layer
+from nibble.plan.draft_head import draft_head_bytes
 from nibble.plan.expert_memory import experts_workspace_bytes
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.step_graph import planned_bytes
@@ -83,6 +84,7 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
         graphs_bytes=_graphs_bytes(inputs, args),
         kv_cache_bytes=int(kv_choice.value) if kv_choice else None,
         kernels_bytes=experts_workspace_bytes(inputs, args) + attention_workspace_bytes(args),
+        copies_bytes=draft_head_bytes(inputs.checkpoint, args),
     )
 
     def sequence_at(tokens: int, dtype: str) -> int | None:

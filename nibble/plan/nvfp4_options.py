@@ -21,6 +21,7 @@ from nibble.plan.expert_shapes import has_e4m3_experts
 from nibble.recipes.rules import NESTED, in_effect
 
 REASON = "for nibble's vLLM plugin"
+UNQUANTIZED = ("BF16", "F16", "F32")
 
 
 def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,24 +151,23 @@ def with_served_activations(
 
 def _head_problem(checkpoint: Checkpoint) -> str:
     """Why the output head cannot be quantized; empty if it can."""
-    heads = [name for name in checkpoint.tensors if name.split(".")[-2:-1] == ["lm_head"]]
-    stored = next(
-        (
-            checkpoint.tensors[name].dtype
-            for name in heads
-            if name.endswith((".weight", ".weight_packed"))
-        ),
-        None,
-    )
+    stored = stored_head(checkpoint)
     if is_tied(checkpoint):
         return "it is the embedding (tie_word_embeddings)"
     if checkpoint.tensors and stored is None:
         return "the checkpoint has no separate one"
-    if stored is not None and stored not in ("BF16", "F16", "F32"):
+    if stored is not None and stored not in UNQUANTIZED:
         return f"it is quantized already ({stored})"
     if checkpoint.hidden_size is not None and checkpoint.hidden_size % GROUP_SIZE:
         return f"its hidden size {checkpoint.hidden_size} is not a multiple of {GROUP_SIZE}"
     return ""
+
+
+def stored_head(checkpoint: Checkpoint) -> str | None:
+    """The dtype of the separate output head in the files; None without one."""
+    heads = (name for name in checkpoint.tensors if name.split(".")[-2:-1] == ["lm_head"])
+    weights = (name for name in heads if name.endswith((".weight", ".weight_packed")))
+    return next((checkpoint.tensors[name].dtype for name in weights), None)
 
 
 def is_tied(checkpoint: Checkpoint) -> bool:

@@ -17,6 +17,7 @@ from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
 from nibble.plan.cpu_engine import layer_operators, prompt_chunk
+from nibble.plan.draft_head import choose_draft_head, draft_head_flags
 from nibble.plan.environment import decide_environment, on_hub
 from nibble.plan.expert_kernel import check_experts, choose_expert_kernel, expert_kernel_flags
 from nibble.plan.inputs import PlanInputs
@@ -151,6 +152,12 @@ def _expert_kernel(situation: Situation) -> Decision:
     )
 
 
+def _draft_head(situation: Situation) -> Decision:
+    kernel = situation.linear_kernels.choice
+    chosen = choose_draft_head(situation.inputs, situation.flags, kernel)
+    return Decision(draft_head_flags(chosen, situation.flags), draft_head=chosen)
+
+
 def _step_graph(situation: Situation) -> Decision:
     chosen = choose_step_graph(situation.inputs, situation.flags)
     return Decision(step_graph_flags(chosen, situation.flags), step_graph=chosen)
@@ -233,6 +240,7 @@ DECIDERS: tuple[Decider, ...] = (
     yield_to_our_kernels,
     _linear_kernel,
     _expert_kernel,
+    _draft_head,
     _step_graph,
     _attention,
     _attention_front,
@@ -320,6 +328,8 @@ def _choices(situation: Situation) -> Choices:
         choices["linear_kernel"] = linear_kernel
     if (expert_kernel := situation.expert_kernels.choice) is not None:
         choices["moe_kernel"] = expert_kernel
+    if situation.draft_head is not None:
+        choices["draft_head"] = situation.draft_head
     if situation.step_graph is not None:
         choices["step_graph"] = situation.step_graph
     if situation.attention is not None:

@@ -27,6 +27,7 @@ class Situation:
     notices: tuple[str, ...] = ()
     linear_kernels: PartKernels = field(default_factory=PartKernels)
     expert_kernels: PartKernels = field(default_factory=PartKernels)
+    draft_head: Choice | None = None
     step_graph: Choice | None = None
     attention: Choice | None = None
     attention_front: Choice | None = None
@@ -64,6 +65,7 @@ class Situation:
             notices=(*self.notices, *decision.notices),
             linear_kernels=decision.linear_kernels or self.linear_kernels,
             expert_kernels=decision.expert_kernels or self.expert_kernels,
+            draft_head=decision.draft_head or self.draft_head,
             step_graph=decision.step_graph or self.step_graph,
             attention=decision.attention or self.attention,
             attention_front=decision.attention_front or self.attention_front,
@@ -80,6 +82,7 @@ class Decision:
     notices: tuple[str, ...] = ()
     linear_kernels: PartKernels | None = None
     expert_kernels: PartKernels | None = None
+    draft_head: Choice | None = None
     step_graph: Choice | None = None
     attention: Choice | None = None
     attention_front: Choice | None = None

@@ -106,6 +106,14 @@ def test_drafts_are_accepted(tmp_path: Path, quantized_fc: bool) -> None:
     assert acceptance > 0.95, f"chance is {1 / VOCAB}"
 
 
+def test_drafts_of_an_nvfp4_copy_of_the_head_are_accepted(tmp_path: Path) -> None:
+    model = write_mtp_model(tmp_path / "model", "qwen3_next")
+    strict = {"NIBBLE_DRAFT_HEAD": "nvfp4", "NIBBLE_KERNEL_ASSERTION": "strict"}
+    tokens, acceptance = answer_and_acceptance(tmp_path / "server", model, **strict)
+    assert [next_token(token) for token in tokens[:-1]] == tokens[1:]
+    assert acceptance > 0.95
+
+
 def test_a_draft_whose_projection_is_read_wrongly_is_not_accepted_and_the_canary_says_so(
     tmp_path: Path,
 ) -> None:

@@ -67,6 +67,7 @@ def test_what_is_not_as_expected_is_told(
         ({"linear": {"nvfp4: EmulationNvFp4LinearKernel": 144}}, {"linear_backend": "emulation"}),
         ({"linear": {"nvfp4: NibbleNvFp4LinearKernel": 100, "nvfp4: HummingNvFp4LinearKernel": 44}}, {}),  # noqa: E501
         ({"linear": {"other: FlashInferFP8ScaledMMLinearKernel": 36}}, {}),
+        ({"linear": {"nvfp4: NibbleNvFp4LinearKernel": 144, "draft head: MarlinNvFp4LinearKernel": 1}}, {}),  # noqa: E501
         ({"moe": {"nvfp4: VLLM_CUTLASS CutlassExpertsFp4": 36}}, {"moe_backend": "cutlass"}),
         ({"kv_cache_dtype": ["fp8_e4m3"]}, {"kv_cache_dtype": "fp8"}),
         ({"kv_cache_dtype": ["bfloat16", "fp8_e4m3"]}, {"kv": "fp8"}),

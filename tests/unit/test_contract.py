@@ -70,6 +70,7 @@ def test_options_have_the_values_of_the_settings_and_of_the_operators() -> None:
         of_auto: dict[str, object] = dict.fromkeys(
             ("compact_json", "step_graph", "attention_front"), "off"
         )
+        of_auto["draft_head"] = "bf16"
         of_auto |= dict.fromkeys(("linear_kernel", "moe_kernel", "attention_kernel"), "vllm")
         assert getattr(Options(), name) == of_auto.get(name, default), name
     assert get_args(Mode) == get_args(contract.ScaleMode)

@@ -35,6 +35,7 @@ CONFIG_FLAG, CONFIG_KEY = "--additional-config", "nibble"
 
 Activations = Literal["checkpoint", "bf16"]
 HeadFormat = Literal["off", "nvfp4"]
+DraftHead = Literal["bf16", "nvfp4"]
 Kernel = Literal["vllm", "nibble"]
 AttentionKernel = Literal["vllm", "nibble", "few"]
 ScaleMode = Literal["token", "batch-pow2", "batch"]
@@ -47,6 +48,8 @@ class Options:
 
     - nvfp4_activations: the checkpoint's format, or bf16 (weight-only).
     - quantize_lm_head: nvfp4 quantizes a BF16 output head when it is loaded.
+    - draft_head: nvfp4 gives an EAGLE or MTP drafter an NVFP4 copy of its BF16 output head
+      (plugin/draft_head.py).
     - linear_kernel, moe_kernel: vLLM's choice, or nibble's kernel for NVFP4 weights with
       unquantized activations on a GPU.
     - attention_kernel: vLLM's choice, or nibble's kernel for decode steps, or for those of few
@@ -65,6 +68,7 @@ class Options:
 
     nvfp4_activations: Activations = "checkpoint"
     quantize_lm_head: HeadFormat = "off"
+    draft_head: DraftHead = "bf16"
     linear_kernel: Kernel = "vllm"
     moe_kernel: Kernel = "vllm"
     attention_kernel: AttentionKernel = "vllm"

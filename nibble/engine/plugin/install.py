@@ -25,6 +25,7 @@ from nibble.engine.plugin import (
     cpu_router,
     cpu_seeds,
     dense,
+    draft_head,
     e4m3,
     fuse_router,
     fuse_silu,
@@ -53,6 +54,7 @@ def install() -> None:
     _install_experts()
     lm_head.register_head()
     mtp.register_draft_projection()
+    draft_head.follow_workers()
     fuse_silu.follow_loading()
     chain_layers.follow_loading()
     fuse_router.follow_loading()

@@ -117,6 +117,7 @@ class QuantizedAtLoad(UnquantizedEmbeddingMethod):
     """
 
     supports_pre_processed_weights = False
+    MESSAGE = "lm_head quantized to NVFP4 at load, for %s"
 
     def __init__(self) -> None:
         self.kernel = nvfp4_linear_kernel(use_a16=True)
@@ -135,7 +136,7 @@ class QuantizedAtLoad(UnquantizedEmbeddingMethod):
         for name, tensor in zip(names, quantized, strict=True):
             layer.register_parameter(name, Parameter(tensor, requires_grad=False))
         self.kernel.process_weights_after_loading(layer)
-        logger.info_once("lm_head quantized to NVFP4 at load, for %s", type(self.kernel).__name__)
+        logger.info_once(self.MESSAGE, type(self.kernel).__name__)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.kernel.apply_weights(layer, x, bias)

@@ -127,6 +127,16 @@ class EngineOptions(BaseModel):
         flag="--quantize-lm-head",
         expected="off or nvfp4",
     )
+    draft_head: Literal["auto", contract.DraftHead] = option(
+        "auto",
+        "Engine",
+        "Output head that an EAGLE or MTP drafter reads: `nvfp4` (an own copy of a BF16 head,"
+        " quantized during the load), `bf16` (as it is) or `auto`: `nvfp4` on hopper with"
+        " nibble's linear kernel (docs/nvfp4.md).",
+        "NIBBLE_DRAFT_HEAD",
+        flag="--draft-head",
+        expected="auto, bf16 or nvfp4",
+    )
     linear_kernel: Literal["auto", contract.Kernel] = option(
         "auto",
         "Engine",

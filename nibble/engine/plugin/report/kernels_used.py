@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from nibble.engine.contract import ATTENTION, FLASH_ATTENTION
 from nibble.engine.contract.report import KernelsUsed
+from nibble.engine.plugin.draft_head import QuantizedDraftHead
 from nibble.engine.plugin.experts import Experts
 from nibble.engine.plugin.layers import kernel_of
 
@@ -74,7 +75,10 @@ def _linear(module: Any) -> str | None:
     if kernel is None:
         name = type(getattr(module, "scheme", None) or method).__name__
         return None if name.startswith("Unquantized") else f"other: {name}"
-    scheme = "nvfp4" if isinstance(kernel, NvFp4LinearKernel) else "other"
+    if isinstance(method, QuantizedDraftHead):  # with the plan's kernel or another
+        scheme = "draft head"
+    else:
+        scheme = "nvfp4" if isinstance(kernel, NvFp4LinearKernel) else "other"
     return f"{scheme}: {type(kernel).__name__}"
 
 

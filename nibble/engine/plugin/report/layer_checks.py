@@ -52,15 +52,17 @@ def _guarded(blank: Result, results: Iterable[Result]) -> list[Result]:
 
 def _weights(probe: Probe, device: torch.device) -> Iterator[Result]:
     """Compare a layer for one row and then for all rows, because vLLM may use different kernels."""
+    if (module := probe.module()) is None:
+        return  # the model no longer has it
     for rows in sorted({1, len(probe.x)}):
-        x, method = probe.x[:rows].to(device), probe.module.quant_method
+        x, method = probe.x[:rows].to(device), module.quant_method
         if probe.routing is None:
-            y = method.apply(probe.module, x, None)
+            y = method.apply(module, x, None)
         elif method.is_monolithic:
             raise Unknown("the kernel routes by itself")
         else:
             weights, ids = (value[:rows].to(device) for value in probe.routing)
-            y = probe.module.forward_modular(x=x.clone(), topk_weights=weights, topk_ids=ids)
+            y = module.forward_modular(x=x.clone(), topk_weights=weights, topk_ids=ids)
         if not isinstance(y, Tensor):
             raise Unknown("the kernel leaves the sum over experts to a later one")
         if probe.outputs is not None and y.isfinite().all():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from nibble_kernels.nvfp4_linear import reference as linear_reference
@@ -48,12 +49,13 @@ class Probe:
     expected: format of activations -> float32 [rows, N]. The formats are "plain" for an unquantized
     layer, else "bf16" and, if the checkpoint has scales for activations, FP4 formats. A weight-only
     kernel may serve such a layer too. outputs: those that `expected` has; all without it.
+    module: a weak reference. A head that the drafter drops for another one leaves the memory.
     """
 
     name: str
     part: Part
     kind: str
-    module: Any
+    module: ReferenceType[Any]
     x: Tensor
     expected: dict[str, Tensor]
     routing: tuple[Tensor, Tensor] | None = None
@@ -130,7 +132,7 @@ def _unquantized(name: str, kind: str, module: Any, rows: int) -> Probe:
     there, outputs = x.to(weight.device).float(), _outputs(name, weight, rows)
     parts = _chosen(weight, outputs).split(linear_reference.ROWS_AT_A_TIME)
     y = torch.cat([there @ part.float().T for part in parts], dim=-1)
-    return Probe(name, "linear", kind, module, x, {"plain": y.cpu()}, outputs=outputs)
+    return Probe(name, "linear", kind, ref(module), x, {"plain": y.cpu()}, outputs=outputs)
 
 
 def _outputs(name: str, weight: Tensor, rows: int) -> Tensor | None:
@@ -169,7 +171,7 @@ def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
     expected = {"bf16": output(None)}
     if largest is not None:
         expected["fp4"] = output(1 / largest)
-    return Probe(name, "linear", kind, module, x, expected, outputs=outputs)
+    return Probe(name, "linear", kind, ref(module), x, expected, outputs=outputs)
 
 
 def _experts(name: str, kind: str, module: Any) -> Probe:
@@ -216,4 +218,4 @@ def _experts(name: str, kind: str, module: Any) -> Probe:
         scales = [inputs[0].reshape(experts, -1).amax(1), inputs[1].reshape(experts, -1).amax(1)]
         expected["fp4"] = output(*scales)
         expected["fp4, one scale"] = output(*(scale.max().expand(experts) for scale in scales))
-    return Probe(name, "moe", kind, module, x, expected, (weights, ids))
+    return Probe(name, "moe", kind, ref(module), x, expected, (weights, ids))
