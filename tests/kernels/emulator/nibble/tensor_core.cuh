@@ -228,6 +228,8 @@ inline uint32_t half_pair(float low, float high) {
 
 inline uint32_t e4m3_pair(uint32_t codes) { return half_pair(e4m3_value(codes), e4m3_value(codes >> 8)); }
 
+inline uint2 e4m3_pairs(uint32_t codes) { return {e4m3_pair(codes), e4m3_pair(codes >> 16)}; }
+
 inline void e2m1_decode8(uint32_t codes, uint32_t (&pairs)[4]) {
   for (int i = 0; i < 4; ++i) {
     pairs[i] = half_pair(e2m1_value(codes >> 8 * i & 15), e2m1_value(codes >> (8 * i + 4) & 15));

@@ -261,6 +261,11 @@ inline uint64_t swapped_operand(SharedPlace place, uint32_t next_eight) {
   return uint64_t{offset_of(place) >> 4} | uint64_t{next_eight >> 4} << 32;
 }
 
+inline uint64_t moved(uint64_t operand, uint32_t bytes) {
+  if (bytes % 16 != 0) std::abort();
+  return operand + (bytes >> 4);
+}
+
 template <bool Is_transposed, uint32_t Columns>
 void multiply_shared(float (&sum)[Columns / 2], uint64_t a, uint64_t b, bool adds) {
   const uint8_t* const shared =

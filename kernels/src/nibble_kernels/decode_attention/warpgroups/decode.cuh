@@ -596,7 +596,9 @@ __device__ __forceinline__ void run(const Problem& p, const CUtensorMap& map, Sh
   }
   __syncthreads();
   if (warp < kMultiplying) {
-    const bool has_splits = Multiplier<Form>(p, shared, warp / Form::kWarps, buffers).run();
+    // From a lane of the warp, so that the compiler knows it is the same in all.
+    const uint32_t worker = __shfl_sync(~0u, warp / Form::kWarps, 0);
+    const bool has_splits = Multiplier<Form>(p, shared, worker, buffers).run();
     if (!has_splits) return;
     instruction::wait_for_previous_kernel();
     Merger<Form>(p).run(warp, kMultiplying);

@@ -36,16 +36,18 @@ struct Partial {
   float total[Form::kRowGroups][2];      // of this lane's tokens alone
 };
 
-// Of 16 elements of the head dim, or of 16 tokens: the queries or weights of `from`.
+// Queries or weights as an operand. Each step has 16 elements of the head dim, or 16 tokens.
 template <class Form>
-__device__ __forceinline__ uint64_t columns_of(uint8_t* from, uint32_t step) {
-  constexpr uint32_t kPiece = Form::kColumns * 16;
-  return instruction::operand_in_shared(instruction::shared_place(from + step * 2 * kPiece), kPiece, 128);
+__device__ __forceinline__ uint64_t columns_of(uint8_t* from) {
+  return instruction::operand_in_shared(instruction::shared_place(from), Form::kColumns * 16, 128);
 }
+template <class Form>
+inline constexpr uint32_t kColumnBytes = 2 * Form::kColumns * 16;  // of a step
 
 // scores = keys x queries.
 template <class Form>
 __device__ __forceinline__ void score(Scores<Form>& scores, uint8_t* queries, uint8_t* tile) {
+  const uint64_t columns = columns_of<Form>(queries);
   if constexpr (Form::kIsFp8) {
     const uint32_t lane = threadIdx.x % kLanes, r = lane / 4, c = lane % 4, warp = threadIdx.x / kLanes % 4;
     const uint8_t* const rows = tile + warp * Form::kPieceBytes + r * 128;
@@ -58,9 +60,9 @@ __device__ __forceinline__ void score(Scores<Form>& scores, uint8_t* queries, ui
       const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) {
+        const uint2 of_low = instruction::e4m3_pairs(lows[j]), of_high = instruction::e4m3_pairs(highs[j]);
         uint32_t (&key)[4] = keys[read * 4 + j];
-        key[0] = instruction::e4m3_pair(lows[j]), key[1] = instruction::e4m3_pair(highs[j]);
-        key[2] = instruction::e4m3_pair(lows[j] >> 16), key[3] = instruction::e4m3_pair(highs[j] >> 16);
+        key[0] = of_low.x, key[1] = of_high.x, key[2] = of_low.y, key[3] = of_high.y;
       }
     }
 #pragma unroll
@@ -68,17 +70,17 @@ __device__ __forceinline__ void score(Scores<Form>& scores, uint8_t* queries, ui
     instruction::begin_products();
 #pragma unroll
     for (uint32_t step = 0; step < Form::kSteps; ++step)
-      instruction::multiply_warpgroup<false, Form::kColumns>(scores.of, keys[step], columns_of<Form>(queries, step));
+      instruction::multiply_warpgroup<false, Form::kColumns>(scores.of, keys[step], instruction::moved(columns, step * kColumnBytes<Form>));
     instruction::end_products();
     instruction::wait_for_products<0>();
     instruction::keep(keys);
   } else {
+    const uint64_t first = instruction::swapped_operand(instruction::shared_place(tile), Form::kPieceBytes);
     instruction::begin_products();
 #pragma unroll
     for (uint32_t step = 0; step < Form::kSteps; ++step) {
-      const uint64_t keys = instruction::swapped_operand(
-          instruction::shared_place(tile + step / 4 * Form::kChunkBytes + step % 4 * 32), Form::kPieceBytes);
-      instruction::multiply_shared<false, Form::kColumns>(scores.of, keys, columns_of<Form>(queries, step), step != 0);
+      const uint64_t keys = instruction::moved(first, step / 4 * Form::kChunkBytes + step % 4 * 32);
+      instruction::multiply_shared<false, Form::kColumns>(scores.of, keys, instruction::moved(columns, step * kColumnBytes<Form>), step != 0);
     }
     instruction::end_products();
     instruction::wait_for_products<0>();
@@ -126,12 +128,12 @@ __device__ __forceinline__ void load_values(const uint8_t* tile, uint32_t step, 
     words[i] = *reinterpret_cast<const uint32_t*>(from + i / 2 * 8 * 128 + token * 128 +
                                                   ((2 * warp + r / 4) ^ token) * 16);
   }
-  const uint32_t low[2] = {__byte_perm(words[0], words[1], 0x5140), __byte_perm(words[2], words[3], 0x5140)},
-                 high[2] = {__byte_perm(words[0], words[1], 0x7362), __byte_perm(words[2], words[3], 0x7362)};
 #pragma unroll
   for (uint32_t i = 0; i < 2; ++i) {
-    values[0][2 * i] = instruction::e4m3_pair(low[i]), values[0][2 * i + 1] = instruction::e4m3_pair(low[i] >> 16);
-    values[1][2 * i] = instruction::e4m3_pair(high[i]), values[1][2 * i + 1] = instruction::e4m3_pair(high[i] >> 16);
+    const uint2 low = instruction::e4m3_pairs(__byte_perm(words[2 * i], words[2 * i + 1], 0x5140)),
+                high = instruction::e4m3_pairs(__byte_perm(words[2 * i], words[2 * i + 1], 0x7362));
+    values[0][2 * i] = low.x, values[0][2 * i + 1] = low.y;
+    values[1][2 * i] = high.x, values[1][2 * i + 1] = high.y;
   }
 }
 
@@ -159,28 +161,30 @@ __device__ __forceinline__ void load_values(const uint8_t* tile, uint32_t half, 
 // sums += values x weights. They run on.
 template <class Form>
 __device__ __forceinline__ void add_values(Partial<Form>& partial, uint8_t* weights, uint32_t half, const Values<Form>& values) {
+  const uint64_t columns = columns_of<Form>(weights);
   instruction::begin_products();
 #pragma unroll
   for (uint32_t step = 0; step < kHalf; ++step) {
 #pragma unroll
     for (uint32_t i = 0; i < Form::kDimTiles; ++i)
       instruction::multiply_warpgroup<false, Form::kColumns>(partial.sums[i], values.of[step][i],
-                                                             columns_of<Form>(weights, half * kHalf + step));
+                                                             instruction::moved(columns, (half * kHalf + step) * kColumnBytes<Form>));
   }
   instruction::end_products();
 }
 template <class Form>
 __device__ __forceinline__ void add_values(Partial<Form>& partial, uint8_t* weights, uint8_t* tile) {
+  const uint64_t columns = columns_of<Form>(weights);
+  const uint64_t first = instruction::swapped_operand(
+      instruction::shared_place(tile + Form::kChunks / 2 * Form::kChunkBytes), Form::kPieceBytes);
   instruction::begin_products();
 #pragma unroll
   for (uint32_t step = 0; step < kGroups; ++step) {
 #pragma unroll
     for (uint32_t i = 0; i < Form::kDimTiles; ++i) {
-      const uint64_t values = instruction::swapped_operand(
-          instruction::shared_place(tile + step * 2 * Form::kPieceBytes + (Form::kChunks / 2 + i) * Form::kChunkBytes),
-          Form::kPieceBytes);
+      const uint64_t values = instruction::moved(first, step * 2 * Form::kPieceBytes + i * Form::kChunkBytes);
       instruction::multiply_shared<true, Form::kColumns>(partial.sums[i], values,
-                                                         columns_of<Form>(weights, step), true);
+                                                         instruction::moved(columns, step * kColumnBytes<Form>), true);
     }
   }
   instruction::end_products();

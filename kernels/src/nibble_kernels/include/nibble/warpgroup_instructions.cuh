@@ -244,6 +244,9 @@ __device__ __forceinline__ uint64_t swapped_operand(SharedPlace place, uint32_t 
   return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{next_eight >> 4} << 32 | uint64_t{1} << 62;
 }
 
+// The operand that lies this many bytes further.
+__device__ __forceinline__ uint64_t moved(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
+
 #define NIBBLE_NAMES_4 "%0, %1, %2, %3"
 #define NIBBLE_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NIBBLE_NAMES_16 \
