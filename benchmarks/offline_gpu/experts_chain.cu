@@ -5,8 +5,8 @@
 //     -I kernels/src/nibble_kernels/include -o experts_chain benchmarks/offline_gpu/experts_chain.cu
 //   ./experts_chain
 //
-// Each layer has another routing; the weights of several layers exceed the cache. Medians, in µs a layer, less
-// the stand-in's own time.
+// Each layer has another routing; the weights of several layers exceed the cache. Medians, in µs a layer,
+// less the stand-in's own time. A star marks the form that nvfp4_moe_linear takes.
 #include <cuda.h>
 #include <cuda_bf16.h>
 
@@ -18,7 +18,6 @@
 #include <random>
 #include <string>
 #include <vector>
-
 
 #include "nibble/overlap.cuh"
 #include "nvfp4_moe/add_up.cuh"
@@ -59,7 +58,8 @@ T* copied(const std::vector<T>& values) {
 }
 
 __global__ void fill(uint32_t* to, size_t count, uint32_t mask, uint32_t base, uint32_t seed) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
+       i += size_t{gridDim.x} * blockDim.x) {
     uint32_t x = static_cast<uint32_t>(i) * 2654435761u + seed;
     x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^= x >> 16;
     to[i] = (x & mask) + base;
@@ -71,10 +71,12 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
   static void* function = nullptr;
   if (!function) {
     cudaDriverEntryPointQueryResult result{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                           &result));
   }
   CUtensorMap map{};
-  const cuuint64_t sizes[] = {words, chunks, rows}, bytes[] = {uint64_t{words} * 4, uint64_t{words} * chunks * 4};
+  const cuuint64_t sizes[] = {words, chunks, rows},
+                   bytes[] = {uint64_t{words} * 4, uint64_t{words} * chunks * 4};
   const cuuint32_t box[] = {words, box_chunks, box_rows}, steps[] = {1, 1, 1};
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
       &map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 3, const_cast<void*>(data), sizes, bytes, box, steps,
@@ -85,9 +87,9 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
 }
 
 // Writes what the next kernels read, as a router does.
-__global__ void __launch_bounds__(256) router(const int32_t* ids_from, const float* weights_from, int32_t* ids,
-                                              float* weights, uint32_t pairs, const uint4* x_from, uint4* x,
-                                              uint32_t words) {
+__global__ void __launch_bounds__(256)
+    router(const int32_t* ids_from, const float* weights_from, int32_t* ids, float* weights, uint32_t pairs,
+           const uint4* x_from, uint4* x, uint32_t words) {
   nibble::wait_for_kernel_before();
   for (uint32_t i = blockIdx.x * 256 + threadIdx.x; i < pairs; i += gridDim.x * 256)
     ids[i] = ids_from[i], weights[i] = weights_from[i];
@@ -108,7 +110,8 @@ template <class F>
 __global__ void __launch_bounds__(F::kThreads, F::kBlocks) multiply(const __grid_constant__ Problem problem) {
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
-  const Multiplier<Bfloat, nibble::BfloatOperand, F> multiplier{problem, nibble::instruction::shared_place(shared)};
+  const Multiplier<Bfloat, nibble::BfloatOperand, F> multiplier{problem,
+                                                                nibble::instruction::shared_place(shared)};
   multiplier.start();
   nibble::wait_for_kernel_before();
   multiplier.run();
@@ -121,20 +124,22 @@ __global__ void __launch_bounds__(F::kThreads, F::kBlocks)
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ FewTable table;
-  run_few<Bfloat, nibble::BfloatOperand, F>(problem, choices, nibble::instruction::shared_place(shared), shared,
-                                            table);
+  run_few<Bfloat, nibble::BfloatOperand, F>(problem, choices, nibble::instruction::shared_place(shared),
+                                            shared, table);
 #endif
 }
 
 __global__ void __launch_bounds__(kSumThreads, kSumBlocks)
-    add_up(const int32_t* ids, uint32_t experts, const uint4* products, uint4* out, uint32_t tokens, uint32_t topk,
-           uint32_t pieces) {
+    add_up(const int32_t* ids, uint32_t experts, const uint4* products, uint4* out, uint32_t tokens,
+           uint32_t topk, uint32_t pieces) {
   nibble::wait_for_kernel_before();
-  add_products<Bfloat>(blockIdx.x * kSumThreads + threadIdx.x, ids, experts, products, out, tokens, topk, pieces);
+  add_products<Bfloat>(blockIdx.x * kSumThreads + threadIdx.x, ids, experts, products, out, tokens, topk,
+                       pieces);
 }
 
 __global__ void __launch_bounds__(Few::kThreads, 1)
-    multiply_experts(const __grid_constant__ decode::Problem problem, const __grid_constant__ decode::Experts experts) {
+    multiply_experts(const __grid_constant__ decode::Problem problem,
+                     const __grid_constant__ decode::Experts experts) {
   extern __shared__ uint4 memory[];
   __shared__ decode::Table table;
   decode::run_experts<Bfloat, nibble::BfloatOperand, Few>(problem, experts, table, memory);
@@ -152,7 +157,8 @@ struct Prepared {
 };
 
 Prepared prepare(uint32_t experts, uint32_t outputs, uint32_t columns, float factor, uint32_t seed) {
-  const size_t codes = size_t{experts} * outputs * columns / 8, scales = size_t{experts} * outputs * columns / 64;
+  const size_t codes = size_t{experts} * outputs * columns / 8,
+               scales = size_t{experts} * outputs * columns / 64;
   Prepared w{allocate<uint32_t>(codes), allocate<uint32_t>(scales),
              copied(std::vector<float2>(experts, make_float2(factor, factor)))};
   fill<<<1024, 256>>>(w.codes, codes, ~0u, 0, seed);
@@ -222,7 +228,8 @@ class Bench {
       Weight weight{};
       weight.global_scales = w.factors;
       weight.outputs = outputs, weight.chunks = quotient_up(columns, kChunk);
-      weight.groups = outputs / 2 / decode::kGroup, weight.row_blocks = quotient_up(weight.groups, F::kGroups);
+      weight.groups = outputs / 2 / decode::kGroup,
+      weight.row_blocks = quotient_up(weight.groups, F::kGroups);
       const uint32_t rows = shape_.experts * weight.groups;
       weight.codes = map_of(w.codes, kCodeBytes / 4, weight.chunks, rows, F::kStageChunks, F::kGroups);
       weight.scales = map_of(w.scales, kScaleBytes / 4, weight.chunks, rows, F::kStageChunks, F::kGroups);
@@ -245,7 +252,8 @@ class Bench {
   void three_launches(uint32_t call) {
     Problem p = problem_of<F>(call);
     const uint32_t pairs = tokens_ * kTopk;
-    const Workspace w = Workspace::of<F>(pairs, shape_.experts, p.first.chunks, p.second.chunks, shape_.hidden);
+    const Workspace w =
+        Workspace::of<F>(pairs, shape_.experts, p.first.chunks, p.second.chunks, shape_.hidden);
     Routing r{};
     Ordering o{};
     r.ids = ids_, r.weights = weights_, r.pairs = pairs, r.experts = shape_.experts;
@@ -271,7 +279,8 @@ class Bench {
 
   template <class F>
   uint32_t blocks(uint32_t tiles, const Problem& p) const {
-    return std::min<uint32_t>(multiprocessors_ * F::kBlocks, tiles * (p.first.row_blocks + p.second.row_blocks));
+    return std::min<uint32_t>(multiprocessors_ * F::kBlocks,
+                              tiles * (p.first.row_blocks + p.second.row_blocks));
   }
 
   template <class F>
@@ -293,13 +302,19 @@ class Bench {
   void enqueue_product(const Prepared& w, uint32_t outputs, uint32_t columns, const void* x, void* out,
                        bool is_first) {
     decode::Problem p{};
-    p.x = static_cast<const uint4*>(x), p.codes = reinterpret_cast<const uint4*>(w.codes), p.scales = w.scales;
+    p.x = static_cast<const uint4*>(x), p.codes = reinterpret_cast<const uint4*>(w.codes),
+    p.scales = w.scales;
     p.out = out, p.outputs = outputs, p.columns = columns, p.silu_mul = is_first;
     p.chunks = p.chunks_per_phase = columns / kChunk, p.groups = outputs / 2 / decode::kGroup, p.ranks = 1;
-    const decode::Experts e{ids_, is_first ? nullptr : weights_, reinterpret_cast<const float*>(w.factors), nullptr,
-                            tokens_ * kTopk, shape_.experts, is_first ? kTopk : 1};
-    check(launch_early(multiprocessors_, Few::kThreads, Few::shared_bytes(p.chunks, Few::kTokens, false), stream_,
-                       multiply_experts, p, e));
+    const decode::Experts e{ids_,
+                            is_first ? nullptr : weights_,
+                            reinterpret_cast<const float*>(w.factors),
+                            nullptr,
+                            tokens_ * kTopk,
+                            shape_.experts,
+                            is_first ? kTopk : 1};
+    check(launch_early(multiprocessors_, Few::kThreads, Few::shared_bytes(p.chunks, Few::kTokens, false),
+                       stream_, multiply_experts, p, e));
   }
   void decoded(uint32_t call) {
     uint8_t* const h = work_ + (64 << 20);
@@ -328,6 +343,12 @@ class Bench {
     check(cudaStreamSynchronize(stream_));
   }
 
+  bool counters_are_zero() const {
+    std::vector<uint32_t> words(FewCounters::kWords);
+    check(cudaMemcpy(words.data(), zeros_, words.size() * sizeof(uint32_t), cudaMemcpyDeviceToHost));
+    return std::all_of(words.begin(), words.end(), [](uint32_t word) { return word == 0; });
+  }
+
   std::vector<std::vector<float>> outputs() {
     std::vector<std::vector<float>> found;
     for (Bfloat* out : out_) {
@@ -346,9 +367,15 @@ class Bench {
   };
   std::vector<Variant> variants() {
     std::vector<Variant> some;
+    const int64_t taken = form_of(tokens_ * kTopk, shape_.experts);
+    const auto name = [&](const char* of_form, int64_t form) {
+      return std::string(of_form) + (form == taken ? "*" : "");
+    };
     if (tokens_ <= 2) some.push_back({"decode", [this](uint32_t i) { decoded(i); }});
-    some.push_back({"tiles", [this](uint32_t i) { three_launches<Form8>(i); }});
-    some.push_back({"few", [this](uint32_t i) { few<FewForm>(i); }});
+    some.push_back({name("tiles", 8), [this](uint32_t i) { three_launches<Form8>(i); }});
+    if (tokens_ <= 8)
+      some.push_back({name("few, units of 4", kFew4), [this](uint32_t i) { few<FewForm4>(i); }});
+    some.push_back({name("few, units of 8", kFew8), [this](uint32_t i) { few<FewForm8>(i); }});
     return some;
   }
 
@@ -380,9 +407,11 @@ class Bench {
         }
       }
       char line[200];
-      std::snprintf(line, sizeof(line), "    %-18s worst/rms %.5f, %.2f %% differ, rms %.4f, replays %s\n",
+      std::snprintf(line, sizeof(line),
+                    "    %-18s worst/rms %.5f, %.2f %% differ, rms %.4f, replays %s, counters %s\n",
                     one.name.c_str(), worst / std::sqrt(squares / count), 100.0 * differ / count,
-                    std::sqrt(squares / count), same_again ? "equal" : "DIFFER");
+                    std::sqrt(squares / count), same_again ? "equal" : "DIFFER",
+                    counters_are_zero() ? "zero" : "NOT ZERO");
       notes += line;
     }
     std::vector<std::vector<float>> times(graphs.size());
@@ -404,14 +433,14 @@ class Bench {
       return all[all.size() / 2];
     };
     const float router_time = median(times[0]);
-    std::printf("%s, %u tokens, %.1f experts, %.1f MB; router %.2f us;", shape_.name, tokens_, used(), megabytes(),
-                router_time);
-    for (size_t i = 0; i < some.size(); ++i) std::printf(" | %s %.2f", some[i].name.c_str(), median(times[i + 1]) - router_time);
+    std::printf("%s, %u tokens, %.1f experts, %.1f MB; router %.2f us;", shape_.name, tokens_, used(),
+                megabytes(), router_time);
+    for (size_t i = 0; i < some.size(); ++i)
+      std::printf(" | %s %.2f", some[i].name.c_str(), median(times[i + 1]) - router_time);
     std::printf("\n%s", notes.c_str());
     std::fflush(stdout);
     for (const auto graph : graphs) check(cudaGraphExecDestroy(graph));
   }
-
 
  private:
   Shape shape_;

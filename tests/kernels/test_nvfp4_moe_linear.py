@@ -16,7 +16,7 @@ from tests.support.kernels.kernel_cases import assert_same_bits, values_of
 
 pytestmark = pytest.mark.when_changed(*OPERATORS)
 FORMS = (8, 16, 32, 64, 128)  # tokens of a tile
-FEW, MOST_FEW_PAIRS = -8, 512  # the form for few pairs
+FEW, MOST_FEW_PAIRS = (-4, -8), 512  # groups of a unit in the forms for few pairs
 SILU = ("silu", True, math.inf, 1.0, 0.0)
 ACTIVATIONS = [
     SILU,
@@ -150,7 +150,7 @@ def test_the_specification_and_every_form_give_the_sum(
     biases: Biases = (bias(layer.w13.rows), bias(layer.w2.rows))
     given = routed("others", 20, SMALL, device)
     exact = layer.exact(given, activation, biases)
-    for form in (0,) if device == "cpu" else (FEW, *FORMS):
+    for form in (0,) if device == "cpu" else (*FEW, *FORMS):
         found = layer.run(given, activation, form=form, w13_bias=biases[0], w2_bias=biases[1])
         assert_close(found, exact)
         assert not found[0].any()  # all of its experts are another process's
@@ -164,7 +164,7 @@ def test_shapes_and_routings(kernels: Any, shape: tuple[int, ...], kind: str) ->
     for tokens in (1, 2, 7, 16, 33, 150):
         given = routed(kind, tokens, shape, "cuda")
         exact = layer.exact(given, SILU, (None, None))
-        few = (FEW,) if tokens * shape[1] <= MOST_FEW_PAIRS else ()
+        few = FEW if tokens * shape[1] <= MOST_FEW_PAIRS else ()
         for form in (0, *few, *FORMS):
             assert_close(layer.run(given, form=form), exact)
 
@@ -177,9 +177,12 @@ def test_replays_and_batch_mates(kernels: Any) -> None:
     shape = (128, 8, 2048, 768)
     layer = Layer(shape, True, "cuda")
     for tokens, form in (
-        (1, FEW),
-        (4, FEW),
-        (60, FEW),
+        (1, -4),
+        (4, -4),
+        (60, -4),
+        (1, -8),
+        (8, -8),
+        (64, -8),
         (4, 8),
         (32, 8),
         (64, 16),

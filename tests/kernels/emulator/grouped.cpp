@@ -67,7 +67,10 @@ template <class Form>
 void set_boxes(Problem& p) {
   for (Weight* weight : {&p.first, &p.second}) {
     weight->row_blocks = quotient_up(weight->groups, Form::kGroups);
-    for (CUtensorMap* map : {&weight->codes, &weight->scales}) map->box_rows = Form::kGroups, map->box_chunks = Form::kStageChunks;
+    for (CUtensorMap* map : {&weight->codes, &weight->scales}) {
+      map->box_rows = Form::kGroups;
+      map->box_chunks = Form::kStageChunks;
+    }
   }
 }
 
@@ -121,8 +124,8 @@ bool run_few_twice(Problem p, const Layer& layer, uint32_t blocks) {
     std::memset(static_cast<void*>(tables.data()), 0xff, blocks * sizeof(FewTable));
     run_cluster(blocks, Form::kThreads, Form::kSharedBytes, 0, 1, [&](uint4* memory) {
       uint8_t* const bytes = reinterpret_cast<uint8_t*>(memory);
-      run_few<__nv_bfloat16, nibble::BfloatOperand, Form>(p, choices, nibble::instruction::shared_place(bytes),
-                                                          bytes, tables[blockIdx.x]);
+      run_few<__nv_bfloat16, nibble::BfloatOperand, Form>(
+          p, choices, nibble::instruction::shared_place(bytes), bytes, tables[blockIdx.x]);
     });
   }
   return std::all_of(words.begin(), words.end(), [](uint32_t word) { return word == 0; });
@@ -147,7 +150,8 @@ extern "C" bool multiply_experts_on_the_host(bool late, int32_t form, uint32_t b
   p.products = products;
   p.activation = {static_cast<Function>(function), gated, limit, alpha, beta};
   const Layer layer{static_cast<const uint16_t*>(x), ids, weights, tokens, topk, experts, hidden, inner};
-  if (form == kFew) return run_few_twice<FewForm>(p, layer, blocks);
+  if (form == kFew4) return run_few_twice<FewForm4>(p, layer, blocks);
+  if (form == kFew8) return run_few_twice<FewForm8>(p, layer, blocks);
   if (form == 8) run<Form8>(p, layer, blocks);
   if (form == 16) run<Form16>(p, layer, blocks);
   if (form == 32) run<Form32>(p, layer, blocks);
@@ -162,7 +166,7 @@ extern "C" int64_t experts_workspace_bytes(uint32_t pairs, uint32_t experts, uin
   const auto bytes = [&](auto form) {
     return Workspace::of<decltype(form)>(pairs, experts, chunks, inner_chunks, hidden).parts.bytes;
   };
-  switch (form_of(pairs, experts)) {
+  switch (tokens_of(pairs, experts)) {
     case 8:
       return bytes(Form8{});
     case 16:

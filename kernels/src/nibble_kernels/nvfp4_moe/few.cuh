@@ -1,6 +1,6 @@
-// Experts for few pairs of a token and an expert on SM90: grouped.cuh without a launch before it. Each thread
-// block sorts all pairs by itself. Chunks of x and of the intermediate are copied from their rows, those of the
-// tokens that a tile has.
+// Experts for few pairs of a token and an expert on SM90: grouped.cuh without a launch before it. Each
+// thread block sorts all pairs by itself. Chunks of x and of the intermediate are copied from their rows,
+// those of the tokens that a tile has.
 //
 // Counters in memory are zero before and after each launch: who is last makes them so.
 #pragma once
@@ -23,9 +23,9 @@ struct Choices {
 // What a block knows of the pairs.
 struct FewTable {
   uint32_t tiles;
-  uint2 of_tiles[kMostFewTiles];   // expert and count; first
-  float weights[kMostFewPairs];    // in order
-  uint16_t order[kMostFewPairs];   // pairs by expert
+  uint2 of_tiles[kMostFewTiles];  // expert and count; first
+  float weights[kMostFewPairs];   // in order
+  uint16_t order[kMostFewPairs];  // pairs by expert
   uint64_t of_warps[32];
 
   __device__ __forceinline__ Tile tile(uint32_t i) const {
@@ -38,7 +38,8 @@ struct FewTable {
 // same. `counts`: [warps of pairs, experts].
 template <class Form>
 __device__ __forceinline__ void sort_pairs(const Choices& c, FewTable& t, uint16_t* counts) {
-  constexpr uint32_t kSortWarps = Form::kThreads / kLanes, kTurns = quotient_up(kMostFewPairs, Form::kThreads);
+  constexpr uint32_t kSortWarps = Form::kThreads / kLanes,
+                     kTurns = quotient_up(kMostFewPairs, Form::kThreads);
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes,
                  rows = quotient_up(c.pairs, kLanes);
   int32_t ids[kTurns];

@@ -251,8 +251,8 @@ def nvfp4_moe_linear(
     topk_ids: int32 [T, k], different ones for a token; a negative or too large id is an expert of
     another process and adds nothing. The activation is reference.activate's with gate's rows first.
     Biases: bfloat16 [E, rows]. A token's bits depend on the number of tokens through its form
-    alone. form: tokens of a tile (8, 16, 32, 64 or 128), or -8 for the kernel of few pairs, for
-    tests and measurements.
+    alone. form: tokens of a tile (8, 16, 32, 64 or 128), or -4 or -8 for the kernel of few pairs
+    with units of 4 or 8 groups, for tests and measurements.
     """
     return _moe_linear(
         x,

@@ -87,7 +87,8 @@ template <class Form>
 void describe(Weight& weight, const void* codes, const void* scales, uint32_t experts) {
   weight.row_blocks = quotient_up(weight.groups, Form::kGroups);
   const auto map = [&](const void* data, uint32_t words) {
-    return map_of_words(data, words, weight.chunks, experts * weight.groups, Form::kStageChunks, Form::kGroups);
+    return map_of_words(data, words, weight.chunks, experts * weight.groups, Form::kStageChunks,
+                        Form::kGroups);
   };
   weight.codes = map(codes, kCodeBytes / 4);
   weight.scales = map(scales, kScaleBytes / 4);
@@ -188,18 +189,22 @@ void multiply_few_with(Run& run) {
   const uint32_t most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs),
                  most_units = most_tiles * (p.first.row_blocks + p.second.row_blocks);
   const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
-  Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply_few<T, Operand, Form>, p, choices);
+  Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply_few<T, Operand, Form>, p,
+                                                                    choices);
   launch_sum<T>(run);
 }
 
 template <class T, class Operand>
-void multiply_all(Run& run, int64_t tokens) {
-  if (tokens == kFew) return multiply_few_with<T, Operand, FewForm>(run);
-  if (tokens == 8) return multiply_with<T, Operand, Form8>(run);
-  if (tokens == 16) return multiply_with<T, Operand, Form16>(run);
-  if (tokens == 32) return multiply_with<T, Operand, Form32>(run);
-  if (tokens == 64) return multiply_with<T, Operand, Form64>(run);
-  require(tokens == 128, "expected a form of -8, 8, 16, 32, 64 or 128 tokens, found ", tokens);
+void multiply_all(Run& run, int64_t form) {
+  const uint32_t pairs = run.routing.pairs;
+  require(form > 0 || pairs <= kMostFewPairs, "expected at most ", kMostFewPairs, " pairs, found ", pairs);
+  if (form == kFew4) return multiply_few_with<T, Operand, FewForm4>(run);
+  if (form == kFew8) return multiply_few_with<T, Operand, FewForm8>(run);
+  if (form == 8) return multiply_with<T, Operand, Form8>(run);
+  if (form == 16) return multiply_with<T, Operand, Form16>(run);
+  if (form == 32) return multiply_with<T, Operand, Form32>(run);
+  if (form == 64) return multiply_with<T, Operand, Form64>(run);
+  require(form == 128, "expected a form of -4, -8, 8, 16, 32, 64 or 128, found ", form);
   multiply_with<T, Operand, Form128>(run);
 }
 
@@ -263,10 +268,8 @@ Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const T
   run.ordering.chunks = run.problem.first.chunks;
   run.ordering.inner_columns = static_cast<uint32_t>(inner);
   run.ordering.inner_chunks = run.problem.second.chunks;
-  const uint32_t pairs = run.routing.pairs;
-  require(form != kFew || pairs <= kMostFewPairs, "expected at most ", kMostFewPairs, " pairs, found ", pairs);
-  if (form == 0) form = pairs <= kFastFewPairs ? kFew : form_of(pairs, run.routing.experts);
-  multiply_all<__nv_bfloat16, BfloatOperand>(run, form);
+  multiply_all<__nv_bfloat16, BfloatOperand>(
+      run, form != 0 ? form : form_of(run.routing.pairs, run.routing.experts));
   return out;
 }
 

@@ -120,13 +120,9 @@ struct Multiplier {
     instruction::copy_box(stage(at) + Form::kGroups * Form::kStageChunks * kCodeBytes, weight.scales, 0,
                           step * Form::kStageChunks, row, full(at));
   }
-  // Of so many chunks, a stage's bytes of x.
-  static __device__ __forceinline__ uint32_t x_bytes(uint32_t chunks, uint32_t step) {
-    return min(chunks - step * Form::kStageChunks, Form::kStageChunks) * Form::kXChunkBytes;
-  }
-  __device__ __forceinline__ void fetch_x(const uint4* x, uint32_t chunks, uint32_t step, uint32_t at) const {
+  __device__ __forceinline__ void fetch_x(const uint4* x, uint32_t step, uint32_t at) const {
     instruction::copy_bulk(stage(at) + Form::kWeightBytes, x + size_t{step} * (Form::kXBytes / 16),
-                           x_bytes(chunks, step), full(at));
+                           Form::kXBytes, full(at));
   }
   __device__ __forceinline__ void wait_for_stage(const Place& at) const {
     instruction::wait_for_phase(empty(at.stage), at.parity ^ 1);
@@ -159,34 +155,33 @@ struct Multiplier {
     const Weight& weight = weight_of(unit);
     const uint4 message = message_of(unit, tile);
     const uint32_t row = tile.expert * weight.groups + unit.row_block * Form::kGroups;
-    const uint32_t chunks = weight.chunks, steps = quotient_up(chunks, Form::kStageChunks);
+    const uint32_t steps = weight.chunks;
     const uint4* const x = (unit.is_second ? reinterpret_cast<const uint4*>(p.inner) : p.x) +
-                           size_t{unit.tile} * chunks * (Form::kXChunkBytes / 16);
+                           size_t{unit.tile} * steps * (Form::kXBytes / 16);
     uint32_t step = 0;
     if (unit.is_second) {
       if (!instruction::has_reached(p.complete + unit.tile, p.first.row_blocks)) {
         Place ahead = at;  // weights depend on nobody
         for (; step < steps && step < Form::kStages; ++step, ahead.advance()) {
           wait_for_stage(ahead);
-          fetch_weight(weight, step, row, message, ahead.stage, x_bytes(chunks, step));
+          fetch_weight(weight, step, row, message, ahead.stage, Form::kXBytes);
         }
         instruction::wait_until_reached(p.complete + unit.tile, p.first.row_blocks);
       }
       instruction::publish_to_copies();
-      for (uint32_t i = 0; i < step; ++i, at.advance()) fetch_x(x, chunks, i, at.stage);
+      for (uint32_t i = 0; i < step; ++i, at.advance()) fetch_x(x, i, at.stage);
     }
     for (; step < steps; ++step, at.advance()) {
       wait_for_stage(at);
-      fetch_weight(weight, step, row, message, at.stage, x_bytes(chunks, step));
-      fetch_x(x, chunks, step, at.stage);
+      fetch_weight(weight, step, row, message, at.stage, Form::kXBytes);
+      fetch_x(x, step, at.stage);
     }
   }
 
   // By a warp: the same, with a block's own table of tiles and with x in its rows. Tiles beyond the last unit
   // are asked for by nobody, so that as many are taken as there are: the last one clears the queue.
   __device__ __forceinline__ void fetch_rows() const {
-    const uint32_t tiles = routes.table.tiles,
-                   units = tiles * (p.first.row_blocks + p.second.row_blocks);
+    const uint32_t tiles = routes.table.tiles, units = tiles * (p.first.row_blocks + p.second.row_blocks);
     uint32_t number = blockIdx.x, next = gridDim.x + blockIdx.x;
     Place at;
     while (number < units) {
@@ -207,7 +202,8 @@ struct Multiplier {
     const Tile tile = routes.table.tile(unit.tile);
     const uint4 message = message_of(unit, tile);
     const uint32_t row = tile.expert * weight.groups + unit.row_block * Form::kGroups;
-    const uint32_t steps = quotient_up(weight.chunks, Form::kStageChunks), columns = routes.columns_of(unit.is_second),
+    const uint32_t steps = quotient_up(weight.chunks, Form::kStageChunks),
+                   columns = routes.columns_of(unit.is_second),
                    place = tile.first + min(lane, tile.count - 1);
     const uint4* const x = unit.is_second
                                ? reinterpret_cast<const uint4*>(p.inner) + size_t{place} * (columns / 8)
@@ -281,9 +277,9 @@ struct Multiplier {
   __device__ __forceinline__ Lane lane_of_stage() const {
     const uint32_t part = warp / Form::kGroups, tile = warp % Form::kGroups * Form::kStageChunks + part;
     const bool swaps = Form::kGathers && lane % 4 >= 2;
-    const uint32_t x = Form::kWeightBytes + (Form::kGathers ? part * (kChunk * 2) + lane / 4 * Form::kRowBytes +
-                                                                  lane % 4 * 64 + (swaps ? 32 : 0)
-                                                            : lane * 16);
+    const uint32_t in_rows =
+        part * (kChunk * 2) + lane / 4 * Form::kRowBytes + lane % 4 * 64 + (swaps ? 32 : 0);
+    const uint32_t x = Form::kWeightBytes + (Form::kGathers ? in_rows : lane * 16);
     return {tile * kCodeBytes + lane * 16 + (swaps ? 8 : 0),
             Form::kGroups * Form::kStageChunks * kCodeBytes + tile * kScaleBytes + lane * 4,
             x,
@@ -300,12 +296,12 @@ struct Multiplier {
     const uint2 first = instruction::load_shared_pair(codes), second = instruction::load_shared_pair(other),
                 third = instruction::load_shared_pair(codes + kCodeBytes / 2),
                 fourth = instruction::load_shared_pair(other + kCodeBytes / 2);
-    return {make_uint4(first.x, first.y, second.x, second.y), make_uint4(third.x, third.y, fourth.x, fourth.y),
-            __byte_perm(scales, 0, at.order)};
+    return {make_uint4(first.x, first.y, second.x, second.y),
+            make_uint4(third.x, third.y, fourth.x, fourth.y), __byte_perm(scales, 0, at.order)};
   }
 
-  // A chunk of a warp's group. Fills: rows end before the chunk does, after `columns`. Two chains of sums wait
-  // for each other half as long as one.
+  // A chunk of a warp's group. Fills: rows end before the chunk does, after `columns`. Two chains of sums
+  // wait for each other half as long as one.
   template <bool Fills>
   __device__ __forceinline__ void multiply_warp(SharedPlace own, const Lane& at, uint32_t chunk, Sums& sums,
                                                 Sums& others, uint32_t columns) const {
@@ -448,7 +444,8 @@ struct Multiplier {
   template <class F>
   __device__ __forceinline__ void finish_as(const Target& to, const Sums& sums, const SomeRows& first,
                                             const F& activation) const {
-    const uint32_t own = Form::kWarpgroup ? warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps : warp % Form::kGroups;
+    const uint32_t own =
+        Form::kWarpgroup ? warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps : warp % Form::kGroups;
     SomeRows rows[2];
     if constexpr (kKeepsRows) {
 #pragma unroll
@@ -473,7 +470,8 @@ struct Multiplier {
   }
 
   template <class F>
-  __device__ __forceinline__ void multiply(SharedPlace own, Operands& a, Sums& sums, F&& after_previous) const {
+  __device__ __forceinline__ void multiply(SharedPlace own, Operands& a, Sums& sums,
+                                           F&& after_previous) const {
     const uint32_t group = warp / kWarps * (kWarps * Form::kStrips) + warp % kWarps;
     warpgroup::multiply_chunk<Operand, Form::kTokens, Form::kStrips>(
         own + group * kCodeBytes, own + Form::kGroups * kCodeBytes + group * kScaleBytes,
@@ -490,8 +488,9 @@ struct Multiplier {
       const uint32_t i = unit % 2, parity = unit / 2 % 2;
       if (warp >= Form::kGroups) {
         instruction::wait_for_phase(taken(i), parity ^ 1);
-        instruction::store_shared(join_place(i), make_uint4(__float_as_uint(sums[0][0]), __float_as_uint(sums[0][1]),
-                                                            __float_as_uint(sums[0][2]), __float_as_uint(sums[0][3])));
+        const auto word_of_sum = [&](uint32_t k) { return __float_as_uint(sums[0][k]); };
+        instruction::store_shared(join_place(i),
+                                  make_uint4(word_of_sum(0), word_of_sum(1), word_of_sum(2), word_of_sum(3)));
         __syncwarp();
         if (lane == 0) instruction::arrive(joined(i));
         return false;
@@ -508,26 +507,23 @@ struct Multiplier {
   // Of a stage, by a warp: all of its chunks, or those that are there.
   __device__ __forceinline__ void multiply_stage(SharedPlace own, const Lane& at, Sums& sums, Sums& others,
                                                  uint32_t columns) const {
-    if (columns >= kChunk * Form::kChunks) {
+    if (!Form::kGathers || columns >= kChunk * Form::kChunks) {
 #pragma unroll
       for (uint32_t i = 0; i < Form::kChunks; ++i) multiply_warp<false>(own, at, i, sums, others, kChunk);
       return;
     }
-    constexpr bool kFills = Form::kGathers;
-    if (Form::kChunks > 1 && columns > kChunk) {
-      multiply_warp<false>(own, at, 0, sums, others, kChunk);
-      multiply_warp<kFills>(own, at, 1, sums, others, columns - kChunk);
-    } else if (columns != 0) {
-      multiply_warp<kFills>(own, at, 0, sums, others, columns);
+#pragma unroll
+    for (uint32_t i = 0; i < Form::kChunks; ++i) {
+      if (columns > i * kChunk) multiply_warp<true>(own, at, i, sums, others, columns - i * kChunk);
     }
   }
-  // Columns that a warp has from a stage on.
+  // Columns that a warp has from the first stage on, where a stage may be filled in part.
   __device__ __forceinline__ uint32_t columns_of(const Unit& unit) const {
     if constexpr (Form::kGathers) {
       const uint32_t all = routes.columns_of(unit.is_second), skipped = warp / Form::kGroups * kChunk;
       return all > skipped ? all - skipped : 0;
     }
-    return weight_of(unit).chunks * kChunk;
+    return 0;
   }
 
   __device__ __forceinline__ void consume() const {
