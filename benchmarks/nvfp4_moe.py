@@ -57,6 +57,7 @@ SHAPES = {
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 FORMS = (8, 16, 32, 64, 128)  # tokens of a tile
+FEW, MOST_FEW_PAIRS = (-4, -8), 512  # groups of a unit in the forms for few pairs
 FE2M1F = 562949953487106  # vllm.scalar_type.scalar_types.float4_e2m1f.id
 Call = Callable[[], Tensor]
 
@@ -135,6 +136,10 @@ def measure(
     if tokens <= 64:
         calls["decode"] = [partial(layer.decode, x, one) for one in some]
     if forms:
+        if tokens * shape.topk <= MOST_FEW_PAIRS:
+            for form in FEW:
+                name = f"few pairs, units of {-form} groups"
+                calls[name] = [partial(layer.grouped, x, one, form) for one in some]
         for form in FORMS:
             if form / 48 <= tokens * shape.topk / shape.experts <= form * 2:
                 calls[f"tiles of {form}"] = [partial(layer.grouped, x, one, form) for one in some]

@@ -439,25 +439,27 @@ def test_the_sparse_kernel_is_compiled_to_what_it_counts_on(
     "arch", ["90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("100f", "120f"))]
 )
 def test_the_kernel_of_experts_is_compiled_for_sm90_alone(arch: str, compile_for: Compiler) -> None:
-    """In every form the products of a chunk, whose sums stay in registers."""
+    """In every form the products of a stage, whose sums stay in registers: those that take x from
+    its rows have them once more, for rows that end within a stage.
+    """
     _, cubin = compile_for(arch, "nvfp4_moe/grouped.cu")
-    seen = set[int]()
+    seen = set[tuple[int, int]]()
     for name, body in sass_functions(cubin):
-        form = re.search(r"OperandE.*FormILb(\d)ELj(\d+)ELj\d+ELj(\d)E", name)
+        form = re.search(r"OperandE.*FormILb(.)ELj(\d+)ELj.ELj(.)ELj.ELj.ELb(.)ELj.ELj(.)E", name)
         if not form:
             continue
-        is_warpgroup, tokens, strips = (int(part) for part in form.groups())
-        seen.add(tokens)
+        is_warpgroup, tokens, strips, from_rows, chunks = (int(part) for part in form.groups())
+        seen.add((tokens, from_rows * chunks))
         pattern = r"\bHGMMA\.64x" if is_warpgroup else r"\bHMMA\.16816\.F32"
         products = [found.start() for found in re.finditer(pattern, body)]
-        expected = 8 * strips if is_warpgroup else tokens
+        expected = 8 * strips if is_warpgroup else tokens * chunks * (1 + from_rows)
         assert len(products) == (expected if arch == "90a" else 0), name
         if not products:
             continue
         assert not re.search(r"\b(LDL|STL)\b", body[products[0] : products[-1]]), name
         for instruction in ("UTMALDG", "UBLKCP", "ACQBULK", "PREEXIT"):
             assert instruction in body, (name, instruction)
-    assert seen == {8, 16, 32, 64, 128}
+    assert seen == {(8, 1), (8, 2), *((tokens, 0) for tokens in (8, 16, 32, 64, 128))}
 
 
 def test_a_plain_target_gets_the_software(compile_for: Compiler) -> None:

@@ -16,6 +16,7 @@ from tests.support.kernels.kernel_cases import assert_same_bits, values_of
 
 pytestmark = pytest.mark.when_changed(*OPERATORS)
 FORMS = (8, 16, 32, 64, 128)  # tokens of a tile
+FEW, MOST_FEW_PAIRS = (-4, -8), 512  # groups of a unit in the forms for few pairs
 SILU = ("silu", True, math.inf, 1.0, 0.0)
 ACTIVATIONS = [
     SILU,
@@ -149,7 +150,7 @@ def test_the_specification_and_every_form_give_the_sum(
     biases: Biases = (bias(layer.w13.rows), bias(layer.w2.rows))
     given = routed("others", 20, SMALL, device)
     exact = layer.exact(given, activation, biases)
-    for form in (0,) if device == "cpu" else FORMS:
+    for form in (0,) if device == "cpu" else (*FEW, *FORMS):
         found = layer.run(given, activation, form=form, w13_bias=biases[0], w2_bias=biases[1])
         assert_close(found, exact)
         assert not found[0].any()  # all of its experts are another process's
@@ -163,7 +164,8 @@ def test_shapes_and_routings(kernels: Any, shape: tuple[int, ...], kind: str) ->
     for tokens in (1, 2, 7, 16, 33, 150):
         given = routed(kind, tokens, shape, "cuda")
         exact = layer.exact(given, SILU, (None, None))
-        for form in (0, *FORMS):
+        few = FEW if tokens * shape[1] <= MOST_FEW_PAIRS else ()
+        for form in (0, *few, *FORMS):
             assert_close(layer.run(given, form=form), exact)
 
 
@@ -174,7 +176,20 @@ def test_replays_and_batch_mates(kernels: Any) -> None:
     """
     shape = (128, 8, 2048, 768)
     layer = Layer(shape, True, "cuda")
-    for tokens, form in ((4, 8), (32, 8), (64, 16), (200, 32), (400, 64), (900, 128)):
+    for tokens, form in (
+        (1, -4),
+        (4, -4),
+        (60, -4),
+        (1, -8),
+        (8, -8),
+        (64, -8),
+        (4, 8),
+        (32, 8),
+        (64, 16),
+        (200, 32),
+        (400, 64),
+        (900, 128),
+    ):
         given = routed("zipf", tokens, shape, "cuda")
         layer.run(given, form=form)
         torch.cuda.synchronize()

@@ -1,5 +1,5 @@
 // The kernel of experts, its own source run on the host: test_grouped_experts_on_the_host.py.
-#include "nvfp4_moe/grouped.cuh"
+#include "nvfp4_moe/few.cuh"
 #include "run_cluster.h"
 
 using namespace nibble::experts;
@@ -32,7 +32,7 @@ struct Routed {
       for (uint32_t first = begin; first < pairs.size(); first += Form::kTokens)
         tiles.push_back({expert, first, min<uint32_t>(Form::kTokens, pairs.size() - first), 0});
     }
-    const uint32_t words = Form::kXBytes / 4;
+    const uint32_t words = Form::kXChunkBytes / 4;
     x.resize(tiles.size() * chunks * words);
     for (uint32_t tile = 0; tile < tiles.size(); ++tile) {
       for (uint32_t token = 0; token < tiles[tile].count; ++token) {
@@ -64,15 +64,23 @@ Weight weight_of(const void* codes, const void* scales, const void* global_scale
 }
 
 template <class Form>
-void run(Problem p, const Layer& layer, uint32_t blocks) {
+void set_boxes(Problem& p) {
   for (Weight* weight : {&p.first, &p.second}) {
     weight->row_blocks = quotient_up(weight->groups, Form::kGroups);
-    for (CUtensorMap* map : {&weight->codes, &weight->scales}) map->box_rows = Form::kGroups;
+    for (CUtensorMap* map : {&weight->codes, &weight->scales}) {
+      map->box_rows = Form::kGroups;
+      map->box_chunks = Form::kStageChunks;
+    }
   }
+}
+
+template <class Form>
+void run(Problem p, const Layer& layer, uint32_t blocks) {
+  set_boxes<Form>(p);
   const Routed<Form> routed(layer, p.first.chunks);
   const uint32_t tiles = routed.tiles.size();
   // Bits of NaN where nothing is written, zeros where columns fill the last chunk.
-  const size_t words = size_t{tiles} * p.second.chunks * (Form::kXBytes / 4);
+  const size_t words = size_t{tiles} * p.second.chunks * (Form::kXChunkBytes / 4);
   std::vector<uint32_t> inner(words, layer.inner % kChunk ? 0 : ~0u), complete(tiles + 1);
   uint32_t queue = 0;
   p.x = reinterpret_cast<const uint4*>(routed.x.data());
@@ -85,15 +93,48 @@ void run(Problem p, const Layer& layer, uint32_t blocks) {
   p.complete = complete.data();
   p.most_tiles = tiles;
   run_cluster(blocks, Form::kThreads, Form::kSharedBytes, 0, 1, [&](uint4* memory) {
-    Multiplier<__nv_bfloat16, nibble::BfloatOperand, Form>{
-        p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))}
-        .run();
+    const Multiplier<__nv_bfloat16, nibble::BfloatOperand, Form> multiplier{
+        p, nibble::instruction::shared_place(reinterpret_cast<uint8_t*>(memory))};
+    multiplier.start();
+    multiplier.run();
   });
+}
+
+// From the choices to products, twice on the same counters. Whether they are zero after it.
+template <class Form>
+bool run_few_twice(Problem p, const Layer& layer, uint32_t blocks) {
+  set_boxes<Form>(p);
+  const uint32_t pairs = layer.tokens * layer.topk;
+  std::vector<uint32_t> words(FewCounters::kWords);
+  const FewCounters counters(words.data());
+  p.queue = counters.queue;
+  p.complete = counters.complete;
+  const Choices choices{.ids = layer.ids,
+                        .weights = layer.weights,
+                        .x = reinterpret_cast<const uint4*>(layer.x),
+                        .pairs = pairs,
+                        .experts = layer.experts,
+                        .topk = layer.topk,
+                        .columns = layer.hidden,
+                        .inner_columns = layer.inner};
+  for (uint32_t launch = 0; launch < 2; ++launch) {
+    std::vector<uint16_t> inner(size_t{pairs} * layer.inner, 0xffff);  // NaN where nothing is written
+    p.inner = reinterpret_cast<uint32_t*>(inner.data());
+    std::vector<FewTable> tables(blocks);
+    std::memset(static_cast<void*>(tables.data()), 0xff, blocks * sizeof(FewTable));
+    run_cluster(blocks, Form::kThreads, Form::kSharedBytes, 0, 1, [&](uint4* memory) {
+      uint8_t* const bytes = reinterpret_cast<uint8_t*>(memory);
+      run_few<__nv_bfloat16, nibble::BfloatOperand, Form>(
+          p, choices, nibble::instruction::shared_place(bytes), bytes, tables[blockIdx.x]);
+    });
+  }
+  return std::all_of(words.begin(), words.end(), [](uint32_t word) { return word == 0; });
 }
 
 }  // namespace
 
-extern "C" void multiply_experts_on_the_host(bool late, uint32_t form, uint32_t blocks, const void* x,
+// False if counters that must be zero are not.
+extern "C" bool multiply_experts_on_the_host(bool late, int32_t form, uint32_t blocks, const void* x,
                                              const int32_t* ids, const float* weights, uint32_t tokens,
                                              uint32_t topk, uint32_t experts, uint32_t hidden, uint32_t inner,
                                              const void* codes, const void* scales, const void* global_scales,
@@ -109,11 +150,14 @@ extern "C" void multiply_experts_on_the_host(bool late, uint32_t form, uint32_t 
   p.products = products;
   p.activation = {static_cast<Function>(function), gated, limit, alpha, beta};
   const Layer layer{static_cast<const uint16_t*>(x), ids, weights, tokens, topk, experts, hidden, inner};
-  if (form == 8) return run<Form8>(p, layer, blocks);
-  if (form == 16) return run<Form16>(p, layer, blocks);
-  if (form == 32) return run<Form32>(p, layer, blocks);
-  if (form == 64) return run<Form64>(p, layer, blocks);
-  run<Form128>(p, layer, blocks);
+  if (form == kFew4) return run_few_twice<FewForm4>(p, layer, blocks);
+  if (form == kFew8) return run_few_twice<FewForm8>(p, layer, blocks);
+  if (form == 8) run<Form8>(p, layer, blocks);
+  if (form == 16) run<Form16>(p, layer, blocks);
+  if (form == 32) run<Form32>(p, layer, blocks);
+  if (form == 64) run<Form64>(p, layer, blocks);
+  if (form == 128) run<Form128>(p, layer, blocks);
+  return true;
 }
 
 extern "C" int64_t experts_workspace_bytes(uint32_t pairs, uint32_t experts, uint32_t hidden,
@@ -122,7 +166,7 @@ extern "C" int64_t experts_workspace_bytes(uint32_t pairs, uint32_t experts, uin
   const auto bytes = [&](auto form) {
     return Workspace::of<decltype(form)>(pairs, experts, chunks, inner_chunks, hidden).parts.bytes;
   };
-  switch (form_of(pairs, experts)) {
+  switch (tokens_of(pairs, experts)) {
     case 8:
       return bytes(Form8{});
     case 16:

@@ -35,9 +35,6 @@ _PREPARED_BYTES = 64 << 20  # of codes that are prepared together
 # Above this number torch multiplies dequantized copies of all experts. Derived from an estimate and
 # not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_TOKENS = 128
-# On SM90: above it the kernel that takes any number of tokens is faster. Measured on an H200:
-# docs/kernels/nvfp4_linear.md.
-MAX_DECODE_PAIRS_SM90 = 8
 MAX_EXPERTS = 1024  # of nvfp4_moe_linear on a GPU
 
 
@@ -254,7 +251,8 @@ def nvfp4_moe_linear(
     topk_ids: int32 [T, k], different ones for a token; a negative or too large id is an expert of
     another process and adds nothing. The activation is reference.activate's with gate's rows first.
     Biases: bfloat16 [E, rows]. A token's bits depend on the number of tokens through its form
-    alone. form: tokens of a tile (8, 16, 32, 64 or 128), for tests and measurements.
+    alone. form: tokens of a tile (8, 16, 32, 64 or 128), or -4 or -8 for the kernel of few pairs
+    with units of 4 or 8 groups, for tests and measurements.
     """
     return _moe_linear(
         x,
@@ -301,7 +299,7 @@ def _weight_moe(
     tokens, topk = topk_ids.shape
     activation = (function, gated, limit, alpha, beta)
     is_plain = activation == SILU and w13_bias is None and w2_bias is None
-    if _uses_tiles(x, tokens * topk, len(w13_codes)) or not is_plain:
+    if _uses_tiles(x, len(w13_codes)) or not is_plain:
         parts = (*w13[:3], w13_bias, w13_rows, *w2[:3], w2_bias, w2_rows)
         return _moe_linear(x, topk_weights, topk_ids, *parts, *activation, 0)
     if not takes_slices(tokens, topk):
@@ -329,8 +327,8 @@ def _has_tiles(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _uses_tiles(x: Tensor, pairs: int, experts: int) -> bool:
-    if not x.is_cuda or pairs <= MAX_DECODE_PAIRS_SM90 or experts > MAX_EXPERTS:
+def _uses_tiles(x: Tensor, experts: int) -> bool:
+    if not x.is_cuda or experts > MAX_EXPERTS:
         return False
     return _has_tiles(x.get_device())
 

@@ -1,8 +1,8 @@
-// nibble::nvfp4_moe_linear: the launches of route.cuh and grouped.cuh.
+// nibble::nvfp4_moe_linear: the launches of route.cuh, grouped.cuh and few.cuh.
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
 #include "nvfp4_moe/add_up.cuh"
-#include "nvfp4_moe/grouped.cuh"
+#include "nvfp4_moe/few.cuh"
 #include "nvfp4_moe/route.cuh"
 
 namespace nibble::experts {
@@ -44,7 +44,21 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
     multiply(const __grid_constant__ Problem problem) {
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
-  Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
+  const Multiplier<T, Operand, Form> multiplier{problem, instruction::shared_place(shared)};
+  multiplier.start();
+  instruction::let_next_kernel_start();
+  instruction::wait_for_previous_kernel();
+  multiplier.run();
+#endif
+}
+
+template <class T, class Operand, class Form>
+__global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
+    multiply_few(const __grid_constant__ Problem problem, const __grid_constant__ Choices choices) {
+#if NIBBLE_HAS_WARPGROUP_PRODUCTS
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ FewTable table;
+  run_few<T, Operand, Form>(problem, choices, instruction::shared_place(shared), shared, table);
 #endif
 }
 
@@ -73,10 +87,19 @@ template <class Form>
 void describe(Weight& weight, const void* codes, const void* scales, uint32_t experts) {
   weight.row_blocks = quotient_up(weight.groups, Form::kGroups);
   const auto map = [&](const void* data, uint32_t words) {
-    return map_of_words(data, words, weight.chunks, experts * weight.groups, 1, Form::kGroups);
+    return map_of_words(data, words, weight.chunks, experts * weight.groups, Form::kStageChunks,
+                        Form::kGroups);
   };
   weight.codes = map(codes, kCodeBytes / 4);
   weight.scales = map(scales, kScaleBytes / 4);
+}
+
+template <class T>
+void launch_sum(const Run& run) {
+  const uint32_t pieces = run.problem.second.outputs / 8;
+  Launch(quotient_up(run.tokens * pieces, kSumThreads), 1, kSumThreads, 0, run.stream)(
+      add_up<T>, run.routing, static_cast<const uint4*>(run.problem.products),
+      static_cast<uint4*>(run.out.mutable_data_ptr()), run.tokens, run.ordering.topk, pieces);
 }
 
 template <class T, class Operand, class Form>
@@ -114,19 +137,74 @@ void multiply_with(Run& run) {
   const uint32_t most_units = r.most_tiles * (p.first.row_blocks + p.second.row_blocks);
   const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
   Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply<T, Operand, Form>, p);
-  const uint32_t pieces = p.second.outputs / 8;
-  Launch(quotient_up(run.tokens * pieces, kSumThreads), 1, kSumThreads, 0, run.stream)(
-      add_up<T>, r, static_cast<const uint4*>(p.products), static_cast<uint4*>(run.out.mutable_data_ptr()),
-      run.tokens, o.topk, pieces);
+  launch_sum<T>(run);
+}
+
+// Words that are zero before and after each launch: of a stream, on which launches follow each other.
+uint32_t* counters_of(const Device& device, cudaStream_t stream) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, uint32_t*> known;
+  const std::lock_guard lock(mutex);
+  uint32_t*& words = known[{device.index, stream}];
+  if (words != nullptr) return words;
+  // Also while the stream is captured.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+  void* memory = nullptr;
+  cudaStream_t own = nullptr;
+  check(cudaMalloc(&memory, FewCounters::kWords * sizeof(uint32_t)));
+  check(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
+  check(cudaMemsetAsync(memory, 0, FewCounters::kWords * sizeof(uint32_t), own));
+  check(cudaStreamSynchronize(own));
+  check(cudaStreamDestroy(own));
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+  return words = static_cast<uint32_t*>(memory);
+}
+
+// For few pairs: one launch before the sum.
+template <class T, class Operand, class Form>
+void multiply_few_with(Run& run) {
+  Problem& p = run.problem;
+  const Routing& r = run.routing;
+  const Ordering& o = run.ordering;
+  describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
+  describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
+  static_assert(sizeof(T) == 2);
+  const FewWorkspace w(r.pairs, o.inner_columns, p.second.outputs);
+  const Tensor work = torch::stable::new_empty(run.x, {w.parts.bytes / 2}, run.x.scalar_type());
+  uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
+  p.inner = reinterpret_cast<uint32_t*>(begin + w.inner);
+  p.products = begin + w.products;
+  const FewCounters counters(counters_of(run.device, run.stream));
+  p.queue = counters.queue;
+  p.complete = counters.complete;
+  const Choices choices{.ids = r.ids,
+                        .weights = r.weights,
+                        .x = o.x,
+                        .pairs = r.pairs,
+                        .experts = r.experts,
+                        .topk = o.topk,
+                        .columns = o.columns,
+                        .inner_columns = o.inner_columns};
+  const uint32_t most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs),
+                 most_units = most_tiles * (p.first.row_blocks + p.second.row_blocks);
+  const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
+  Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply_few<T, Operand, Form>, p,
+                                                                    choices);
+  launch_sum<T>(run);
 }
 
 template <class T, class Operand>
-void multiply_all(Run& run, int64_t tokens) {
-  if (tokens == 8) return multiply_with<T, Operand, Form8>(run);
-  if (tokens == 16) return multiply_with<T, Operand, Form16>(run);
-  if (tokens == 32) return multiply_with<T, Operand, Form32>(run);
-  if (tokens == 64) return multiply_with<T, Operand, Form64>(run);
-  require(tokens == 128, "expected a form of 8, 16, 32, 64 or 128 tokens, found ", tokens);
+void multiply_all(Run& run, int64_t form) {
+  const uint32_t pairs = run.routing.pairs;
+  require(form > 0 || pairs <= kMostFewPairs, "expected at most ", kMostFewPairs, " pairs, found ", pairs);
+  if (form == kFew4) return multiply_few_with<T, Operand, FewForm4>(run);
+  if (form == kFew8) return multiply_few_with<T, Operand, FewForm8>(run);
+  if (form == 8) return multiply_with<T, Operand, Form8>(run);
+  if (form == 16) return multiply_with<T, Operand, Form16>(run);
+  if (form == 32) return multiply_with<T, Operand, Form32>(run);
+  if (form == 64) return multiply_with<T, Operand, Form64>(run);
+  require(form == 128, "expected a form of -4, -8, 8, 16, 32, 64 or 128, found ", form);
   multiply_with<T, Operand, Form128>(run);
 }
 

@@ -183,9 +183,9 @@ __device__ __forceinline__ void order_x(const Ordering& o, uint32_t tiles, const
       }
     }
     uint4* const to = chunk < o.chunks
-                          ? o.to + (size_t{tile} * o.chunks + chunk) * (Form::kXBytes / 16)
+                          ? o.to + (size_t{tile} * o.chunks + chunk) * (Form::kXChunkBytes / 16)
                           : o.inner + (size_t{tile} * o.inner_chunks + o.inner_chunks - 1) *
-                                          (Form::kXBytes / 16);
+                                          (Form::kXChunkBytes / 16);
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
       const auto of = [&](const uint4& q) { return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w; };

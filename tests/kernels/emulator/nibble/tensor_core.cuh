@@ -374,6 +374,7 @@ const T* element(const T* begin, uint32_t index) {
 using SharedPlace = uint8_t*;
 inline SharedPlace shared_place(void* pointer) { return static_cast<uint8_t*>(pointer); }
 inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uint4*>(place); }
+inline uint2 load_shared_pair(SharedPlace place) { return *reinterpret_cast<const uint2*>(place); }
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }
 // Where copies are late, they are over when they are waited for.
 inline void copy_or_clear(SharedPlace to, const void* from, bool is_there) {

@@ -152,6 +152,11 @@ __device__ __forceinline__ uint4 load_shared(SharedPlace place) {
                : "memory");
   return value;
 }
+__device__ __forceinline__ uint2 load_shared_pair(SharedPlace place) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(place) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint32_t load_shared_word(SharedPlace place) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(place) : "memory");
