@@ -68,6 +68,7 @@ class Figure:
 SERVERS = {
     "serve_load_8b_h200.json": "8B shape",
     "serve_load_30b_a3b_h200.json": "30B-A3B shape",
+    "serve_load_35b_a3b_h200.json": "35B-A3B shape",
 }  # default settings on both sides
 
 

@@ -15,12 +15,15 @@ from nibble.checkpoint.layers import layers
 from nibble.engine.contract import CONFIG_KEY
 from nibble.engine.step_graph_memory import step_graph_bytes
 from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.draft_head import draft_method
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.startup import SPECULATIVE
 
 # Targets on which steps from graphs have run, with answers equal to those of vLLM's path.
 TARGETS = ("hopper",)
+# Methods of speculative decoding with which they did.
+DRAFTS = ("eagle", "mtp")
 RIGHT = "answers are those of vLLM's path (docs/step_graph.md)"
 _UNTESTED_KINDS = {
     "state": "recurrent state",
@@ -117,7 +120,9 @@ def _obstacle(target: str, args: Mapping[str, Any]) -> str:
         if args.get(flag) not in (None, False):
             return f"vLLM's path runs all steps {what}"
     if any(args.get(flag) not in (None, False) for flag in SPECULATIVE):
-        return "steps from graphs are not tested with speculative decoding"
+        method = draft_method(args)
+        if method not in DRAFTS:
+            return f"steps from graphs are not tested with drafts of {method or 'this drafter'}"
     for flag, what in _SEVERAL.items():
         if int(args.get(flag) or 1) > 1:
             return f"steps from graphs are not tested with {what}"

@@ -28,7 +28,8 @@ HYBRID = {
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
 }
-FP8 = ("--kv-cache-dtype", "fp8")
+# Without nibble's kernel, which `auto` takes.
+FP8 = ("--kv-cache-dtype", "fp8", "--attention-kernel", "vllm")
 FP8_WITHOUT_STEP_GRAPHS = (*FP8, "--step-graph", "off")
 
 
@@ -73,8 +74,9 @@ def test_flashinfer_reads_an_fp8_cache_with_head_dim_256(hybrid: Path) -> None:
 
 def test_vllm_chooses_for_every_other_measured_cache(hybrid: Path, tmp_path: Path) -> None:
     narrow = write_checkpoint(tmp_path / "narrow", config={**HYBRID, "head_dim": 128})
-    for model, words in ((hybrid, ()), (narrow, ()), (narrow, FP8)):
-        value, reason, backend, config = planned(model, "--attention-kernel", "vllm", *words)
+    vllms = ("--attention-kernel", "vllm")
+    for model, words in ((hybrid, vllms), (narrow, vllms), (narrow, FP8)):
+        value, reason, backend, config = planned(model, *words)
         assert (value, backend, config) == (VLLM, None, None)
         assert reason.startswith("H200: ")
 

@@ -40,12 +40,12 @@ def options_of(plan: Plan) -> dict[str, Any]:
     return dict(config.value["nibble"]) if config else {}
 
 
-def test_auto_takes_nibbles_for_few_requests_on_hopper(model: Path) -> None:
+def test_auto_takes_nibbles_for_decode_steps_on_hopper(model: Path) -> None:
     for words in ((), ("--attention-kernel", "auto"), ("--kv-cache-dtype", "bfloat16")):
         plan = planned(model, *words)
         choice = plan.choices["attention"]
-        assert choice.value == "few" and f"up to {FEW} request" in choice.reason
-        assert options_of(plan)["attention_kernel"] == "few"
+        assert choice.value == "nibble" and "FlashAttention for prompts" in choice.reason
+        assert options_of(plan)["attention_kernel"] == "nibble"
         assert not check_for_deviations(plan, "CUTE_PAGED")
     assert "attention_kernel" not in options_of(planned(model, target="b200"))
     vllms = planned(model, "--attention-kernel", "vllm")
@@ -77,21 +77,27 @@ def test_auto_leaves_to_vllm_what_nibbles_cannot_serve(
 def test_auto_leaves_other_head_dims_and_named_backends_to_vllm(
     model: Path, tmp_path: Path
 ) -> None:
-    other = write_checkpoint(tmp_path / "other", config={**HEADS, "head_dim": 256})
+    other = write_checkpoint(tmp_path / "other", config={**HEADS, "head_dim": 64})
     choice = planned(other).choices["attention"]
-    assert choice.value == "vllm" and "not measured with head dim 256" in choice.reason
+    assert choice.value == "vllm" and "not measured with head dim 64" in choice.reason
     wide = write_checkpoint(tmp_path / "wide", config={**HEADS, "num_key_value_heads": 1})
     assert "more than 16 each" in planned(wide).choices["attention"].reason
-    half = write_checkpoint(tmp_path / "half", config={**HEADS, "num_key_value_heads": 2})
-    assert "not 16" in planned(half).choices["attention"].reason
     named = planned(model, "--attention-backend", "FLASHINFER")
     assert named.choices["attention"].value == "FLASHINFER"
 
 
-def test_auto_takes_single_requests_of_any_length_with_each_cache(tmp_path: Path) -> None:
-    long = write_checkpoint(tmp_path / "long", config=HEADS | {"max_position_embeddings": 131072})
-    assert planned(long).choices["attention"].value == "few"
-    assert planned(long, "--kv-cache-dtype", "fp8").choices["attention"].value == "few"
+def test_auto_takes_requests_of_any_length_with_each_cache_head_dim_and_group(
+    tmp_path: Path,
+) -> None:
+    changes: tuple[dict[str, int], ...] = (
+        {"max_position_embeddings": 131072},
+        {"head_dim": 256},
+        {"num_key_value_heads": 2},
+    )
+    for i, change in enumerate(changes):
+        model = write_checkpoint(tmp_path / str(i), config=HEADS | change)
+        assert planned(model).choices["attention"].value == "nibble"
+        assert planned(model, "--kv-cache-dtype", "fp8").choices["attention"].value == "nibble"
 
 
 def test_auto_leaves_several_gpus_to_vllm_and_the_user_does_not(model: Path) -> None:
@@ -101,19 +107,12 @@ def test_auto_leaves_several_gpus_to_vllm_and_the_user_does_not(model: Path) -> 
     assert planned(model, *two, NIBBLE_ATTENTION="few").choices["attention"].value == "few"
 
 
-def test_auto_takes_the_caches_and_contexts_of_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_auto_leaves_a_cache_that_was_not_served_to_vllm(
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = {"bfloat16": None, "fp8": 4096}
-    monkeypatch.setattr("nibble.plan.attention_kernel.FEW_TOKENS", limits)
-    long = write_checkpoint(tmp_path / "long", config=HEADS | {"max_position_embeddings": 131072})
-    assert planned(long).choices["attention"].value == "few"
-    fp8 = ("--kv-cache-dtype", "fp8", "--max-model-len")
-    assert planned(long, *fp8, "4096").choices["attention"].value == "few"
-    choice = planned(long, *fp8, "4097").choices["attention"]
-    assert choice.value == "vllm" and "cache in fp8 and more than 4096 tokens" in choice.reason
-    del limits["fp8"]
-    choice = planned(long, *fp8, "4096").choices["attention"]
+    monkeypatch.setattr("nibble.plan.attention_kernel.AUTO_CACHES", ("bfloat16",))
+    assert planned(model).choices["attention"].value == "nibble"
+    choice = planned(model, "--kv-cache-dtype", "fp8").choices["attention"]
     assert choice.value == "vllm" and "not served a model with a cache in fp8" in choice.reason
 
 

@@ -326,7 +326,7 @@ def test_hopper_has_steps_from_graphs_and_the_plan_says_why(model: Path) -> None
     [
         (("--enforce-eager",), "vLLM's path runs all steps without CUDA graphs"),
         (("--enable-lora",), "vLLM's path runs all steps with adapters"),
-        (("--spec-method", "mtp"), "not tested with speculative decoding"),
+        (("--spec-method", "ngram"), "not tested with drafts of ngram"),
         (("--tensor-parallel-size", "2"), "not tested with tensor parallelism"),
         (("--pipeline-parallel-size", "2"), "not tested with pipeline parallelism"),
         (("--data-parallel-size", "2"), "not tested with data parallelism"),
@@ -355,6 +355,11 @@ def test_models_that_have_not_run_take_vllms_path_unless_the_user_asks(
     )
     assert planned(untested, "hopper") == ("off", f"steps from graphs are not tested with {what}")
     assert planned(untested, "hopper", "--step-graph", "on") == ("on", "set by the user")
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_drafts_of_an_eagle_and_an_mtp_head_have_steps_from_graphs(model: Path, method: str) -> None:
+    assert planned(model, "hopper", "--spec-method", method) == ("on", RIGHT)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
