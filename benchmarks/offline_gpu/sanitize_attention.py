@@ -1,4 +1,4 @@
-"""Decode attention by blocks and by clusters of them, on small batches, for compute-sanitizer."""
+"""Decode attention by blocks, warpgroups and clusters, on small batches, for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
     from nibble_kernels.decode_attention.reference import attend
 
-    for name, most_clustered in (("blocks", 0), ("clusters", 256)):
+    for name, most_clustered in (("blocks", 0), ("warpgroups", 0), ("clusters", 256)):
         for lengths in LENGTHS:
             for fp8 in (False, True):
                 case = make_case(lengths, kv_heads=8, fp8=fp8)
@@ -23,8 +23,9 @@ def main() -> None:
                 )[0]  # fmt: skip
                 here = case.on("cuda")
                 workspace = make_workspace(
-                    len(lengths), 8, 4, 128, least_chunk=32, most_clustered=most_clustered
-                )
+                    len(lengths), 8, 4, 128, least_chunk=32,
+                    most_clustered=most_clustered, warpgroups=name != "blocks",
+                )  # fmt: skip
                 for _ in range(3):  # launches that follow each other
                     found = decode_attention(
                         here.query, here.cache, here.pages, here.lengths, here.query_begins,

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from tests.support.kernels.attention_cases import Case, assert_close, make_case
 
-# The most sequences of a batch that clusters compute: all batches are of blocks, or of clusters.
-FORMS = (0, 1000)
+# All batches are of blocks, of warpgroups, or of clusters, where there is such a kernel.
+FORMS: dict[str, dict[str, Any]] = {
+    "blocks": {"most_clustered": 0, "warpgroups": False},
+    "warpgroups": {"most_clustered": 0},
+    "clusters": {"most_clustered": 1000},
+}
 SCALES: dict[str, Any] = {"k_scale": torch.tensor([0.75]), "v_scale": torch.tensor([1.5])}
 
 
@@ -70,18 +74,18 @@ def test_the_kernel_is_within_its_roundings(kernels: ModuleType) -> None:
     for case in cases():
         here = case.on("cuda")
         expected = exact(here).cpu()
-        for form, chunk, early in itertools.product(FORMS, (16, 64, 512), (False, True)):
-            found = attend(here, early=early, least_chunk=chunk, most_clustered=form)
+        for form, chunk, early in itertools.product(FORMS.values(), (16, 64, 512), (False, True)):
+            found = attend(here, early=early, least_chunk=chunk, **form)
             assert_close(found, expected, case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-def test_a_hundred_replays_are_equal(kernels: ModuleType, form: int) -> None:
+def test_a_hundred_replays_are_equal(kernels: ModuleType, form: str) -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     case = make_case([5000, 17, 0, 3000, 64, 8000, 1, 999], kv_heads=8, fp8=True).on("cuda")
-    workspace = make_workspace(8, 8, 4, 128, most_clustered=form)
+    workspace = make_workspace(8, 8, 4, 128, **FORMS[form])
 
     def call() -> Tensor:
         return decode_attention(
@@ -101,34 +105,37 @@ def test_a_hundred_replays_are_equal(kernels: ModuleType, form: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType, form: int) -> None:
+def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType, form: str) -> None:
     """Also not on the parts of a batch that is larger than a launch."""
     case = make_case([n % 700 for n in range(0, 300 * 37, 37)], kv_heads=1, fp8=True).on("cuda")
-    together = attend(case, most_clustered=form, least_chunk=16)
+    together = attend(case, **FORMS[form], least_chunk=16)
     for i in (0, 5, 255, 256, 299):
         begins = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
         one = slice(i, i + 1)
         alone = Case(
             case.query[one], case.cache, case.pages[one], case.lengths[one], begins, case.scale
         )
-        assert torch.equal(attend(alone, most_clustered=form, least_chunk=16)[0], together[i])
+        assert torch.equal(attend(alone, **FORMS[form], least_chunk=16)[0], together[i])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("sequences", "form"), [(4, 1000), (5, 0)])
+@pytest.mark.parametrize(("sequences", "form"), [(2, "clusters"), (3, "warpgroups")])
 def test_clusters_compute_batches_of_few_sequences(
-    kernels: ModuleType, sequences: int, form: int
+    kernels: ModuleType, sequences: int, form: str
 ) -> None:
     """Padded ones count. There is no kernel of clusters for head dim 256, and for more than 8 rows
-    with 128.
+    with 128, and none of warpgroups for head dim 64.
     """
-    case = make_case([3000, 17, 0, 2000, 1500][:sequences], kv_heads=2).on("cuda")
-    assert torch.equal(attend(case), attend(case, most_clustered=form))
-    assert not torch.equal(attend(case), attend(case, most_clustered=1000 - form))
+    other = "warpgroups" if form == "clusters" else "clusters"
+    case = make_case([3000, 17, 0][:sequences], kv_heads=2).on("cuda")
+    assert torch.equal(attend(case), attend(case, **FORMS[form]))
+    assert not torch.equal(attend(case), attend(case, **FORMS[other]))
     options: dict[str, Any]
     for options in ({"head_dim": 256}, {"group": 16}):
         wide = make_case([3000] * sequences, kv_heads=1, **options).on("cuda")
-        assert torch.equal(attend(wide), attend(wide, most_clustered=0))
+        assert torch.equal(attend(wide), attend(wide, **FORMS["warpgroups"]))
+    narrow = make_case([3000] * 5, kv_heads=1, head_dim=64).on("cuda")
+    assert torch.equal(attend(narrow), attend(narrow, **FORMS["blocks"]))
 
 
 @pytest.mark.gpu

@@ -277,12 +277,13 @@ def assert_nothing_spilled(cubin: Path, kernels: int) -> None:
     assert not any(re.search(r"\b(LDL|STL)\b", body) for _, body in sass_functions(cubin))
 
 
-CLUSTERS = "9attention5units"  # decode attention by clusters of blocks
+# Decode attention by clusters of blocks, and by warpgroups.
+CLUSTERS, WARPGROUPS = "9attention8clusters", "9attention10warpgroups"
 
 
 def attention_form(name: str) -> tuple[int, bool, int, bool]:
     """Head dim, whether keys are FP8, eights of rows, whether it is for 99 KB of shared memory."""
-    form = re.search(r"FormILj(\d+)ELb(\d)ELj(\d)(?:ELb(\d))?E", name)  # clusters: without the last
+    form = re.search(r"FormILj(\d+)ELb(\d)ELj(\d)(?:ELb(\d))?E", name)  # others: without the last
     assert form, name
     return int(form[1]), form[2] == "1", int(form[3]), form[4] == "1"
 
@@ -293,11 +294,14 @@ def most_stack(arch: str, name: str) -> int:
     With head dim 256 and more than 8 rows, sums and queries take 192 of 255 registers. A tile's
     loop then has at most 10 accesses to the stack in 1900 instructions. On SM100 two blocks share
     the registers with FP8 keys of 128; what it spills is not in that loop. So do blocks of clusters
-    with BF16 keys of 128, whose loop has up to 4 accesses.
+    with BF16 keys of 128, whose loop has up to 4 accesses. Warpgroups have 168 registers with head
+    dim 256, too few for FP8 keys and values of more than 8 rows.
     """
     dim, is_fp8, groups, _ = attention_form(name)
     if CLUSTERS in name:
         return 0 if is_fp8 or dim == 64 else 8
+    if WARPGROUPS in name:
+        return 32 if (dim, is_fp8, groups) == (256, True, 2) else 0
     if dim == 256 and groups == 2:
         return 80
     return 8 if (arch, dim, is_fp8, groups) == ("100f", 128, True, 1) else 0
@@ -554,3 +558,27 @@ def test_clusters_of_decode_attention_copy_tiles_at_once(
         in_stack = re.findall(r"\b(LDL|STL)\b", body[products[0] : products[-1]])
         assert len(in_stack) <= (4 if most_stack(arch, name) else 0), name
     assert seen == {(64, 1), (64, 2), (128, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("arch", ["90a", "100f", "120f"])
+def test_warpgroups_of_decode_attention_multiply_64_tokens_at_a_time(
+    arch: str, kind: str, compile_for: Compiler
+) -> None:
+    """BF16 keys and values from where the copies put them, FP8 ones from registers. SM90 alone."""
+    _, cubin = compile_for(arch, f"decode_attention/warpgroups/{kind}.cu")
+    seen = set[tuple[int, int]]()
+    for name, body in sass_functions(cubin):
+        dim, is_fp8, groups, _ = attention_form(name)
+        assert WARPGROUPS in name and is_fp8 == (kind == "fp8"), name
+        seen.add((dim, groups))
+        if arch != "90a":
+            assert not re.search(r"MMA|UTMALDG|ACQBULK|PREEXIT", body), name
+            continue
+        steps = dim // 16 + 4 * dim // 64  # of scores, and of 64 tokens for each 64 elements
+        assert len(re.findall(r"\bHGMMA\.64x", body)) == steps, name
+        decoded = len(re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B", body))
+        assert decoded == (dim // 2 if is_fp8 else 0), name  # of a warp's 16 tokens' words
+        assert all(word in body for word in ("UTMALDG", "ACQBULK", "PREEXIT", "STSM")), name
+    assert seen == {(128, 1), (128, 2), (256, 1), (256, 2)}

@@ -358,7 +358,9 @@ def test_models_that_have_not_run_take_vllms_path_unless_the_user_asks(
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
-def test_drafts_of_an_eagle_and_an_mtp_head_have_steps_from_graphs(model: Path, method: str) -> None:
+def test_drafts_of_an_eagle_and_an_mtp_head_have_steps_from_graphs(
+    model: Path, method: str
+) -> None:
     assert planned(model, "hopper", "--spec-method", method) == ("on", RIGHT)
 
 

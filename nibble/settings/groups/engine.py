@@ -173,7 +173,7 @@ class EngineOptions(BaseModel):
         "Engine",
         "Attention of decode steps on a GPU: `vllm` (vLLM's choice), `nibble` (nibble's kernel, and"
         " FlashAttention for prompts), `few` (nibble's for steps of one request) or `auto`:"
-        " `few` on hopper if the model allows it (docs/kernels/decode_attention.md).",
+        " `nibble` on hopper if the model allows it (docs/kernels/decode_attention.md).",
         "NIBBLE_ATTENTION",
         flag="--attention-kernel",
         expected="auto, vllm, nibble or few",

@@ -12,8 +12,8 @@ struct CacheMap {
   uint64_t pages, heads, tokens_per_page;
   uint64_t page_stride, head_stride, token_stride;
 
-  // Boxes of some tokens with all of their chunks of 128 bytes, of a head. Units of 16 bytes are swapped, so that
-  // reads do not meet in a bank.
+  // Boxes of some tokens with all of their chunks of 128 bytes, of a head. Units of 16 bytes are swapped, so
+  // that reads do not meet in a bank.
   CUtensorMap of_tokens(uint32_t tokens, uint32_t chunks) const {
     CUtensorMap map{};
     const cuuint64_t sizes[] = {128, tokens_per_page, chunks, heads, pages},

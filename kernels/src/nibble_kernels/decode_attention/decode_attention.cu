@@ -67,8 +67,8 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
 }
 
 // The sequences in parts that a launch has tables and the workspace has room for. A sequence's result depends
-// on the others only in whether all are at most `most_clustered`: clusters are faster for few. SM90 has warpgroups
-// for more; elsewhere, and for other sizes, blocks compute them.
+// on the others only in whether all are at most `most_clustered`: clusters are faster for few. SM90 has
+// warpgroups for more; elsewhere, and for other sizes, blocks compute them.
 void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tensor& query, const Tensor& cache,
                   uint32_t most_clustered, bool use_warpgroups) {
   const int device = query.get_device_index();
@@ -76,12 +76,12 @@ void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tenso
   const uint32_t head_dim = static_cast<uint32_t>(query.size(2));
   const bool is_fp8 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
   const CacheMap map{p.cache,
-                            static_cast<uint64_t>(cache.size(0)),
-                            p.kv_heads,
-                            p.tokens_per_page,
-                            static_cast<uint64_t>(p.page_stride),
-                            static_cast<uint64_t>(p.head_stride),
-                            static_cast<uint64_t>(p.token_stride)};
+                     static_cast<uint64_t>(cache.size(0)),
+                     p.kv_heads,
+                     p.tokens_per_page,
+                     static_cast<uint64_t>(p.page_stride),
+                     static_cast<uint64_t>(p.head_stride),
+                     static_cast<uint64_t>(p.token_stride)};
   Gpu gpu;
   check(find_gpu(device, gpu));
   // Targets with less shared memory have no kernel of clusters.

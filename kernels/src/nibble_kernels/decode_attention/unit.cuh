@@ -64,12 +64,12 @@ __device__ __forceinline__ void wait_for(uint64_t& barrier, uint32_t parity) {
 }
 
 // Finds units in rising order. Each lane has one of 32 sequences. Division::splits_of(problem, tiles of a
-// sequence) says how many splits it has, Division::first_tile(problem, tiles, splits, split) where one begins.
+// sequence) says how many splits it has, Division::first_tile(problem, tiles, splits, split) where one
+// begins.
 template <class Division>
 class Finder {
  public:
-  __device__ __forceinline__ explicit Finder(const Problem& p)
-      : p_(p), pairs_(p.kv_heads * row_tiles_of(p)) {
+  __device__ __forceinline__ explicit Finder(const Problem& p) : p_(p), pairs_(p.kv_heads * row_tiles_of(p)) {
     load();
   }
 

@@ -6,15 +6,16 @@
 
 namespace nibble::attention::clusters {
 
-// Splits of a sequence, at most `most_splits`, which differ by a tile at most. Depends on this sequence and the
-// GPU alone, so that its result does not depend on other sequences.
+// Splits of a sequence, at most `most_splits`, which differ by a tile at most. Depends on this sequence and
+// the GPU alone, so that its result does not depend on other sequences.
 struct Division {
   NIBBLE_FUNCTION static uint32_t splits_of(const Problem& p, uint32_t tiles) {
     if (tiles * kTile <= p.most_whole) return 1;
     const uint32_t splits = p.sharing / (p.kv_heads * row_tiles_of(p));
     return splits == 0 ? 1 : splits < p.most_splits ? splits : p.most_splits;
   }
-  NIBBLE_FUNCTION static uint32_t first_tile(const Problem&, uint32_t tiles, uint32_t splits, uint32_t split) {
+  NIBBLE_FUNCTION static uint32_t first_tile(const Problem&, uint32_t tiles, uint32_t splits,
+                                             uint32_t split) {
     return tiles * split / splits;
   }
 };

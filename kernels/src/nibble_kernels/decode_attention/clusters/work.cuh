@@ -1,5 +1,6 @@
-// A cluster's units, and their tiles on their way to shared memory. Cluster i has the units i, i + clusters, ...
-// The tiles of all of its units go around the warps of its blocks: first to all blocks, then to their next warps.
+// A cluster's units, and their tiles on their way to shared memory. Cluster i has the units i, i + clusters,
+// ... The tiles of all of its units go around the warps of its blocks: first to all blocks, then to their
+// next warps.
 #pragma once
 
 #include "decode_attention/clusters/division.h"
@@ -117,8 +118,8 @@ class Copier {
       wait_for(shared_.empty[stage], stage_.parity ^ 1);
       const instruction::SharedPlace full = instruction::shared_place(&shared_.full[stage]);
       instruction::arrive_expecting(full, Form::kTileBytes);
-      instruction::copy_tokens(instruction::shared_place(shared_.ring + stage * Form::kTileBytes), map_, token,
-                               unit.head, page, full);
+      instruction::copy_tokens(instruction::shared_place(shared_.ring + stage * Form::kTileBytes), map_,
+                               token, unit.head, page, full);
     }
     __syncwarp();
     stage_.advance(1, Form::kStages);

@@ -1,10 +1,10 @@
 // Attention of a few query tokens a sequence over a paged cache of keys and values, on SM90.
 //
-// Persistent thread blocks. One warp copies the tiles of the block's units (work.cuh), one prepares their queries, and
-// warpgroups multiply: each in turn has a tile of 64 tokens, with the queries as the columns of products. Two warps
-// add up what the warpgroups have of a unit. Where a sequence has several splits, their results go to global memory.
-// Behind its last unit each warp adds up the splits of its share of all rows, and waits for them: all blocks run at the
-// same time. All sums are in a fixed order.
+// Persistent thread blocks. One warp copies the tiles of the block's units (work.cuh), one prepares their
+// queries, and warpgroups multiply: each in turn has a tile of 64 tokens, with the queries as the columns of
+// products. Two warps add up what the warpgroups have of a unit. Where a sequence has several splits, their
+// results go to global memory. Behind its last unit each warp adds up the splits of its share of all rows,
+// and waits for them: all blocks run at the same time. All sums are in a fixed order.
 #pragma once
 
 #include <type_traits>
@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t slots_of(const Unit& unit) {
 }
 // Of a unit's partial results in shared memory: a row of a slot.
 template <class Form>
-__device__ __forceinline__ float* part_of(const Problem& p, Shared<Form>& shared, uint32_t buffer, uint32_t slot,
-                                          uint32_t row) {
+__device__ __forceinline__ float* part_of(const Problem& p, Shared<Form>& shared, uint32_t buffer,
+                                          uint32_t slot, uint32_t row) {
   float* const parts = reinterpret_cast<float*>(shared.parts + buffer * Form::part_bytes(slot_rows(p)));
   return parts + (slot * slot_rows(p) + row) * Form::kPartFloats;
 }
@@ -78,8 +78,9 @@ class QueryLoader {
       for (uint32_t i = 0; i < kAtOnce; ++i) {
         const bool is_there = begin + i < rows;
         const RowPlace place = place_of(p_, unit, is_there ? begin + i : 0);
-        const uint16_t* const from = static_cast<const uint16_t*>(p_.query) + place.token * p_.query_token_stride +
-                                     place.head * p_.query_head_stride + lane() * 4;
+        const uint16_t* const from = static_cast<const uint16_t*>(p_.query) +
+                                     place.token * p_.query_token_stride + place.head * p_.query_head_stride +
+                                     lane() * 4;
 #pragma unroll
         for (uint32_t j = 0; j < kLoads; ++j) {
           found[i][j] = uint2{0, 0};
@@ -104,13 +105,14 @@ class QueryLoader {
     }
   }
 
-  // Queries become float16 after a power of two that fits each row; what this rounds off is below 2^-25 of the
-  // row's largest element. The result takes that back.
+  // Queries become float16 after a power of two that fits each row; what this rounds off is below 2^-25 of
+  // the row's largest element. The result takes that back.
   static __device__ __forceinline__ float fit_range(Row& row) {
     uint32_t largest = 0;  // bits of the largest magnitude
 #pragma unroll
     for (const uint2& x : row)
-      largest = max(largest, max(max(x.x & 0x7fff, x.x >> 16 & 0x7fff), max(x.y & 0x7fff, x.y >> 16 & 0x7fff)));
+      largest =
+          max(largest, max(max(x.x & 0x7fff, x.x >> 16 & 0x7fff), max(x.y & 0x7fff, x.y >> 16 & 0x7fff)));
     largest = __reduce_max_sync(~0u, largest);
     // 2^-e for a row whose largest element is in [2^e, 2^(e + 1)).
     const uint32_t exponent = max(min(largest >> 7, 252u), 2u);
@@ -133,21 +135,23 @@ class QueryLoader {
 template <class Form>
 class Multiplier {
  public:
-  __device__ __forceinline__ Multiplier(const Problem& p, Shared<Form>& shared, uint32_t worker, uint32_t buffers)
+  __device__ __forceinline__ Multiplier(const Problem& p, Shared<Form>& shared, uint32_t worker,
+                                        uint32_t buffers)
       : p_(p), shared_(shared), worker_(worker), buffers_(buffers), stage_{worker, 0} {}
 
   // Returns whether a sequence has several splits.
   __device__ __forceinline__ bool run() {
-    return for_units(shared_, shared_.ready, buffers_, [&](const Unit& unit, uint32_t number, const Place& buffer) {
-      const uint32_t slot = (worker_ + Form::kWorkers - unit.first_worker) % Form::kWorkers;
-      const bool has_tiles = slot < slots_of<Form>(unit);
-      Partial<Form> partial;
-      if (has_tiles) compute(unit, number, slot, partial);
-      // Also without tiles: who misses a phase could take one for another.
-      wait_for(shared_.free[buffer.number], buffer.parity ^ 1);
-      if (has_tiles) write_partial(unit, buffer.number, slot, partial);
-      arrive(shared_.got[buffer.number]);
-    });
+    return for_units(shared_, shared_.ready, buffers_,
+                     [&](const Unit& unit, uint32_t number, const Place& buffer) {
+                       const uint32_t slot = (worker_ + Form::kWorkers - unit.first_worker) % Form::kWorkers;
+                       const bool has_tiles = slot < slots_of<Form>(unit);
+                       Partial<Form> partial;
+                       if (has_tiles) compute(unit, number, slot, partial);
+                       // Also without tiles: who misses a phase could take one for another.
+                       wait_for(shared_.free[buffer.number], buffer.parity ^ 1);
+                       if (has_tiles) write_partial(unit, buffer.number, slot, partial);
+                       arrive(shared_.got[buffer.number]);
+                     });
   }
 
  private:
@@ -170,10 +174,12 @@ class Multiplier {
     return shared_.totals[worker_][warp][column(i / 2, i % 2)];
   }
 
-  __device__ __forceinline__ void compute(const Unit& unit, uint32_t number, uint32_t slot, Partial<Form>& partial) {
+  __device__ __forceinline__ void compute(const Unit& unit, uint32_t number, uint32_t slot,
+                                          Partial<Form>& partial) {
     float factor[Form::kRowGroups][2];  // of a product: the scale, in base 2 unless scores are capped
 #pragma unroll
-    for (uint32_t i = 0; i < kColumns / 4; ++i) factor[i / 2][i % 2] = shared_.factors[number][column(i / 2, i % 2)];
+    for (uint32_t i = 0; i < kColumns / 4; ++i)
+      factor[i / 2][i % 2] = shared_.factors[number][column(i / 2, i % 2)];
     clear(partial);
     const uint32_t tiles = quotient_up(unit.tiles, kGroups);
     const uint32_t seen_by_all = seen_first(p_, unit, unit.queries == 0 ? 0 : unit.queries - 1);
@@ -237,7 +243,8 @@ class Multiplier {
   __device__ __forceinline__ void clear_unseen(const Unit& unit, uint32_t begin, uint8_t* tile) const {
 #pragma unroll 1
     for (uint32_t i = thread(); i < Form::kTileBytes / 16; i += Form::kWarps * kLanes) {
-      const uint32_t token = begin + i * 16 / Form::kPieceBytes * Form::kPieceTokens + i / 8 % Form::kPieceTokens;
+      const uint32_t token =
+          begin + i * 16 / Form::kPieceBytes * Form::kPieceTokens + i / 8 % Form::kPieceTokens;
       if (token < unit.first || token >= unit.length)
         *reinterpret_cast<uint4*>(tile + i * 16) = make_uint4(0, 0, 0, 0);
     }
@@ -245,7 +252,8 @@ class Multiplier {
     meet();
   }
 
-  __device__ __forceinline__ void scale(Scores<Form>& scores, const float (&factor)[Form::kRowGroups][2]) const {
+  __device__ __forceinline__ void scale(Scores<Form>& scores,
+                                        const float (&factor)[Form::kRowGroups][2]) const {
 #pragma unroll
     for (uint32_t j = 0; j < kColumns / 2; ++j) scores.of[j] *= factor[j / 4][j % 2];
     if (p_.soft_cap == 0) return;
@@ -302,7 +310,8 @@ class Multiplier {
     for (uint32_t i = 0; i < kColumns / 4; ++i) {
       float maximum = fmaxf(scores.of[i / 2 * 4 + i % 2], scores.of[i / 2 * 4 + 2 + i % 2]);
 #pragma unroll
-      for (uint32_t mask = 4; mask < kLanes; mask *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, mask));
+      for (uint32_t mask = 4; mask < kLanes; mask *= 2)
+        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, mask));
       if (lane() < 4) maximum_of(warp(), i) = maximum;
     }
     meet();
@@ -312,8 +321,7 @@ class Multiplier {
       float& reference = partial.reference[i / 2][i % 2];
       float maximum = reference;
 #pragma unroll
-      for (uint32_t j = 0; j < Form::kWarps; ++j)
-        maximum = fmaxf(maximum, maximum_of(j, i));
+      for (uint32_t j = 0; j < Form::kWarps; ++j) maximum = fmaxf(maximum, maximum_of(j, i));
       factor[i / 2][i % 2] = instruction::power_of_two(reference - base_of(maximum));
       reference = maximum;
       partial.total[i / 2][i % 2] *= factor[i / 2][i % 2];
@@ -364,7 +372,9 @@ class Multiplier {
               make_float4(sums[low], sums[high], more[low], more[high]);
         }
       }
-      if (thread() < 4) to[Form::kHeadDim] = partial.reference[i / 2][i % 2], to[Form::kHeadDim + 1] = partial.total[i / 2][i % 2];
+      if (thread() < 4)
+        to[Form::kHeadDim] = partial.reference[i / 2][i % 2],
+        to[Form::kHeadDim + 1] = partial.total[i / 2][i % 2];
     }
   }
 
@@ -394,8 +404,8 @@ class Rows {
     sum.z = fmaf(more.z, factor, sum.z), sum.w = fmaf(more.w, factor, sum.w);
   }
 
-  // Of a KV head and 16 rows of a sequence: parts of its splits that are in global memory, and parts of rows that were
-  // added up. Zero between calls.
+  // Of a KV head and 16 rows of a sequence: parts of its splits that are in global memory, and parts of rows
+  // that were added up. Zero between calls.
   __device__ __forceinline__ uint32_t pair_of(const attention::Unit& unit) const {
     return (unit.sequence * p_.kv_heads + unit.head) * row_tiles_of(p_) + unit.row_tile;
   }
@@ -412,9 +422,11 @@ class Rows {
 
   // Of a row from this quad on.
   template <uint32_t Quads>
-  __device__ __forceinline__ void write_row(const RowPlace& place, uint32_t begin, const Sum<Quads>& sum) const {
+  __device__ __forceinline__ void write_row(const RowPlace& place, uint32_t begin,
+                                            const Sum<Quads>& sum) const {
     const float factor = finish_row(place, sum.maximum, sum.total, begin == 0);
-    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(p_, place) * kDim) + begin;
+    uint2* const out =
+        reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(p_, place) * kDim) + begin;
 #pragma unroll
     for (uint32_t i = 0; i < Quads; ++i) {
       const float4& x = sum.quads[i];
@@ -506,7 +518,8 @@ class Merger : Rows<Form> {
   __device__ __forceinline__ void run(uint32_t warp, uint32_t warps) const {
     const uint32_t most = slot_rows(p_), pairs = p_.kv_heads * row_tiles_of(p_), each = pairs * most * kParts;
 #pragma unroll 1
-    for (uint32_t item = warp * gridDim.x + blockIdx.x; item < p_.sequences * each; item += warps * gridDim.x) {
+    for (uint32_t item = warp * gridDim.x + blockIdx.x; item < p_.sequences * each;
+         item += warps * gridDim.x) {
       const uint32_t in = item % each, pair = in / (most * kParts), row = in / kParts % most;
       attention::Unit unit{};
       unit.sequence = item / each;
@@ -558,7 +571,8 @@ class Merger : Rows<Form> {
 #pragma unroll
         for (uint32_t j = 0; j < kAtOnce; ++j) {
           const float* const from = first + (begin + j) * stride + row * kDim + part * 128 + lane() * 4;
-          found[j] = begin + j < end ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0, 0, 0, 0);
+          found[j] =
+              begin + j < end ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
         for (uint32_t j = 0; j < kAtOnce; ++j)
@@ -567,7 +581,8 @@ class Merger : Rows<Form> {
     }
     this->write_row(place_of(p_, unit, row), part * kLanes, sum);
     // The last one clears the counters for the next call.
-    if (lane() == 0 && instruction::count_in_order(counters + 1) + 1 == rows * kParts) counters[0] = counters[1] = 0;
+    if (lane() == 0 && instruction::count_in_order(counters + 1) + 1 == rows * kParts)
+      counters[0] = counters[1] = 0;
   }
 };
 
@@ -575,7 +590,8 @@ class Merger : Rows<Form> {
 template <class Form>
 __device__ __forceinline__ void init_barriers(Shared<Form>& shared) {
   const auto init = [](auto& barriers, uint32_t arrivals) {
-    for (uint64_t& barrier : barriers) instruction::init_barrier(instruction::shared_place(&barrier), arrivals);
+    for (uint64_t& barrier : barriers)
+      instruction::init_barrier(instruction::shared_place(&barrier), arrivals);
   };
   constexpr uint32_t kMultiplying = Form::kWorkers * Form::kWarps;
   init(shared.full, 1), init(shared.empty, Form::kWarps);

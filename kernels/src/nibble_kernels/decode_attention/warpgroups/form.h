@@ -8,11 +8,11 @@ namespace nibble::attention::warpgroups {
 inline constexpr uint32_t kTokens = 64;  // of a tile: the rows of a warpgroup's product
 inline constexpr uint32_t kGroups = kTokens / kTile;
 
-// Equal splits of whole tiles but for the last. They depend on this sequence and its heads alone, so that its result
-// does not depend on other sequences.
+// Equal splits of whole tiles but for the last. They depend on this sequence and its heads alone, so that its
+// result does not depend on other sequences.
 struct Division {
-  // With few KV heads shorter splits keep more multiprocessors busy. Half of an H200's read all that its memory gives,
-  // so this many blocks are enough for a long sequence. Each split is written and read again.
+  // With few KV heads shorter splits keep more multiprocessors busy. Half of an H200's read all that its
+  // memory gives, so this many blocks are enough for a long sequence. Each split is written and read again.
   static constexpr uint32_t kBlocks = 128, kLeastSplits = 8, kMostSplits = 32;
 
   // In tiles of 16 tokens.
@@ -41,15 +41,16 @@ struct Division {
 
 NIBBLE_FUNCTION constexpr bool has_form(uint32_t head_dim) { return head_dim == 128 || head_dim == 256; }
 
-// RowGroups: eights of rows. A block has warpgroups that multiply, and four more warps: one copies, one loads queries,
-// and two add up.
+// RowGroups: eights of rows. A block has warpgroups that multiply, and four more warps: one copies, one loads
+// queries, and two add up.
 template <uint32_t HeadDim, bool IsFp8, uint32_t RowGroups>
 struct Form {
   static constexpr uint32_t kHeadDim = HeadDim, kRowGroups = RowGroups, kColumns = 8 * RowGroups;
   static constexpr bool kIsFp8 = IsFp8;
   static constexpr uint32_t kElement = IsFp8 ? 1 : 2;
   static constexpr uint32_t kRowBytes = 2 * HeadDim * kElement, kChunks = kRowBytes / 128;
-  // Of a copy: products that read bfloat16 where the copies put it need the same distance between all eights of tokens.
+  // Of a copy: products that read bfloat16 where the copies put it need the same distance between all eights
+  // of tokens.
   static constexpr uint32_t kPieceTokens = IsFp8 ? kTile : 8, kChunkBytes = kPieceTokens * 128;
   static constexpr uint32_t kTileBytes = kTokens * kRowBytes, kPieceBytes = kPieceTokens * kRowBytes;
   static constexpr uint32_t kSteps = HeadDim / 16;     // of the product of queries and keys
@@ -57,11 +58,11 @@ struct Form {
 
   // Warpgroups that multiply, with a tile in turn. FP8 keeps one busy for longer, and has smaller tiles.
   static constexpr uint32_t kWorkers = HeadDim == 256 ? 2 : IsFp8 && RowGroups == 1 ? 4 : 3;
-  static constexpr uint32_t kWarps = 4, kAdders = 2;            // of a warpgroup; of a block
+  static constexpr uint32_t kWarps = 4, kAdders = 2;  // of a warpgroup; of a block
   static constexpr uint32_t kThreads = (kWorkers * kWarps + 2 + kAdders) * kLanes;
 
-  // What a block has of a unit's partial results: rows of each worker that has tiles of it, each with its reference
-  // and its sum of weights behind the elements.
+  // What a block has of a unit's partial results: rows of each worker that has tiles of it, each with its
+  // reference and its sum of weights behind the elements.
   static constexpr uint32_t kPartFloats = HeadDim + 4;
   static constexpr uint32_t part_bytes(uint32_t rows) { return kWorkers * rows * kPartFloats * 4; }
   static constexpr uint32_t kMostBuffers = 4;
@@ -73,7 +74,8 @@ struct Form {
   // Each is of one worker: who waits for a copy into a stage has seen the one before it.
   static constexpr uint32_t kStages =
       (kSharedBytes - kOtherBytes - part_bytes(kColumns)) / kTileBytes / kWorkers * kWorkers;
-  // A tile is free once the next one of its warpgroup is being multiplied; else at once, if there is room for one only.
+  // A tile is free once the next one of its warpgroup is being multiplied; else at once, if there is room for
+  // one only.
   static constexpr bool kFreesLate = !IsFp8 && kStages >= 2 * kWorkers;
   static constexpr uint32_t kPartBytes = kSharedBytes - kOtherBytes - kStages * kTileBytes;
   static_assert(kStages >= kWorkers && kPartBytes >= part_bytes(kColumns));

@@ -1,6 +1,6 @@
-// A warpgroup's products with a tile of keys and values. Tokens and the head dim are the rows of products, queries
-// their columns, so that few queries take few registers. bfloat16 keys and values are multiplied where the copies
-// put them; FP8 ones become float16 in registers, which is exact.
+// A warpgroup's products with a tile of keys and values. Tokens and the head dim are the rows of products,
+// queries their columns, so that few queries take few registers. bfloat16 keys and values are multiplied
+// where the copies put them; FP8 ones become float16 in registers, which is exact.
 #pragma once
 
 #include "decode_attention/warpgroups/work.cuh"
@@ -9,8 +9,8 @@ namespace nibble::attention::warpgroups {
 
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
 
-// Element of the tensor cores' order of a query: `piece` of eight, `at` in it. For FP8 it is the order in which a
-// lane reads a key, 16 bytes after 16; two steps of the sum never need the same bank.
+// Element of the tensor cores' order of a query: `piece` of eight, `at` in it. For FP8 it is the order in
+// which a lane reads a key, 16 bytes after 16; two steps of the sum never need the same bank.
 struct ElementPlace {
   uint32_t piece, at;
 };
@@ -70,7 +70,8 @@ __device__ __forceinline__ void score(Scores<Form>& scores, uint8_t* queries, ui
     instruction::begin_products();
 #pragma unroll
     for (uint32_t step = 0; step < Form::kSteps; ++step)
-      instruction::multiply_warpgroup<false, Form::kColumns>(scores.of, keys[step], instruction::moved(columns, step * kColumnBytes<Form>));
+      instruction::multiply_warpgroup<false, Form::kColumns>(
+          scores.of, keys[step], instruction::moved(columns, step * kColumnBytes<Form>));
     instruction::end_products();
     instruction::wait_for_products<0>();
     instruction::keep(keys);
@@ -80,7 +81,8 @@ __device__ __forceinline__ void score(Scores<Form>& scores, uint8_t* queries, ui
 #pragma unroll
     for (uint32_t step = 0; step < Form::kSteps; ++step) {
       const uint64_t keys = instruction::moved(first, step / 4 * Form::kChunkBytes + step % 4 * 32);
-      instruction::multiply_shared<false, Form::kColumns>(scores.of, keys, instruction::moved(columns, step * kColumnBytes<Form>), step != 0);
+      instruction::multiply_shared<false, Form::kColumns>(
+          scores.of, keys, instruction::moved(columns, step * kColumnBytes<Form>), step != 0);
     }
     instruction::end_products();
     instruction::wait_for_products<0>();
@@ -100,8 +102,8 @@ __device__ __forceinline__ void write_weights(const Scores<Form>& weights, uint8
     }
   };
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes % 4;
-  // Lane i says where column i % 8 of a matrix of 8 tokens by 8 queries goes: both eights of tokens of a group of
-  // queries, then of the next.
+  // Lane i says where column i % 8 of a matrix of 8 tokens by 8 queries goes: both eights of tokens of a
+  // group of queries, then of the next.
   const uint32_t piece = 2 * warp + lane / 8 % 2, column = lane / 16 * 8 + lane % 8;
   const instruction::SharedPlace place =
       instruction::shared_place(to + (piece * Form::kColumns + column % Form::kColumns) * 16);
@@ -109,8 +111,8 @@ __device__ __forceinline__ void write_weights(const Scores<Form>& weights, uint8
   if constexpr (Form::kRowGroups == 1) {
     instruction::store_transposed(place, {pair_of(of[0], of[1]), pair_of(of[2], of[3])});
   } else {
-    instruction::store_transposed(place, {pair_of(of[0], of[1]), pair_of(of[2], of[3]), pair_of(of[4], of[5]),
-                                          pair_of(of[6], of[7])});
+    instruction::store_transposed(
+        place, {pair_of(of[0], of[1]), pair_of(of[2], of[3]), pair_of(of[4], of[5]), pair_of(of[6], of[7])});
   }
 }
 
@@ -160,15 +162,17 @@ __device__ __forceinline__ void load_values(const uint8_t* tile, uint32_t half, 
 
 // sums += values x weights. They run on.
 template <class Form>
-__device__ __forceinline__ void add_values(Partial<Form>& partial, uint8_t* weights, uint32_t half, const Values<Form>& values) {
+__device__ __forceinline__ void add_values(Partial<Form>& partial, uint8_t* weights, uint32_t half,
+                                           const Values<Form>& values) {
   const uint64_t columns = columns_of<Form>(weights);
   instruction::begin_products();
 #pragma unroll
   for (uint32_t step = 0; step < kHalf; ++step) {
 #pragma unroll
     for (uint32_t i = 0; i < Form::kDimTiles; ++i)
-      instruction::multiply_warpgroup<false, Form::kColumns>(partial.sums[i], values.of[step][i],
-                                                             instruction::moved(columns, (half * kHalf + step) * kColumnBytes<Form>));
+      instruction::multiply_warpgroup<false, Form::kColumns>(
+          partial.sums[i], values.of[step][i],
+          instruction::moved(columns, (half * kHalf + step) * kColumnBytes<Form>));
   }
   instruction::end_products();
 }
@@ -183,8 +187,8 @@ __device__ __forceinline__ void add_values(Partial<Form>& partial, uint8_t* weig
 #pragma unroll
     for (uint32_t i = 0; i < Form::kDimTiles; ++i) {
       const uint64_t values = instruction::moved(first, step * 2 * Form::kPieceBytes + i * Form::kChunkBytes);
-      instruction::multiply_shared<true, Form::kColumns>(partial.sums[i], values,
-                                                         instruction::moved(columns, step * kColumnBytes<Form>), true);
+      instruction::multiply_shared<true, Form::kColumns>(
+          partial.sums[i], values, instruction::moved(columns, step * kColumnBytes<Form>), true);
     }
   }
   instruction::end_products();

@@ -1,4 +1,5 @@
-// A block's units, with their queries and tiles on their way to shared memory. Block i has the units i, i + blocks,
+// A block's units, with their queries and tiles on their way to shared memory. Block i has the units i, i +
+// blocks,
 // ... The tiles of all of its units go around its warpgroups.
 #pragma once
 
@@ -11,9 +12,9 @@ struct Unit : attention::Unit {
   uint32_t first_worker = 0;  // it has the first tile
 };
 
-// A tile has pieces of 8 or 16 tokens; a piece has the tokens' first 128 bytes, then their next ones, and so on. The copies
-// swap units of 16 bytes, as products expect them. Queries and weights: pieces of eight of a column's elements, one
-// column after the other.
+// A tile has pieces of 8 or 16 tokens; a piece has the tokens' first 128 bytes, then their next ones, and so
+// on. The copies swap units of 16 bytes, as products expect them. Queries and weights: pieces of eight of a
+// column's elements, one column after the other.
 template <class Form>
 struct Shared {
   alignas(1024) uint8_t ring[Form::kStages * Form::kTileBytes];
@@ -21,7 +22,8 @@ struct Shared {
   alignas(128) uint8_t weights[Form::kWorkers][2][Form::kWeightBytes];
   alignas(16) uint8_t parts[Form::kPartBytes];  // buffers, as many as there is room for
   float factors[Form::kUnits][Form::kColumns];  // of queries
-  float maxima[Form::kWorkers][Form::kWarps][Form::kColumns], totals[Form::kWorkers][Form::kWarps][Form::kColumns];
+  float maxima[Form::kWorkers][Form::kWarps][Form::kColumns],
+      totals[Form::kWorkers][Form::kWarps][Form::kColumns];
   Unit units[Form::kUnits];
   uint64_t full[Form::kStages], empty[Form::kStages];  // stages of the ring
   uint64_t known[Form::kUnits], ready[Form::kUnits];   // a unit, and its queries
@@ -30,11 +32,11 @@ struct Shared {
   uint64_t free[Form::kMostBuffers];
 };
 
-// f(unit, its number in shared memory, place of its buffer) for each of the block's units, behind `barriers` of
-// theirs. The warp forgets it then. Returns whether a sequence of the batch has several splits.
+// f(unit, its number in shared memory, place of its buffer) for each of the block's units, behind `barriers`
+// of theirs. The warp forgets it then. Returns whether a sequence of the batch has several splits.
 template <class Form, class F>
-__device__ __forceinline__ bool for_units(Shared<Form>& shared, uint64_t (&barriers)[Form::kUnits], uint32_t buffers,
-                                           F&& f) {
+__device__ __forceinline__ bool for_units(Shared<Form>& shared, uint64_t (&barriers)[Form::kUnits],
+                                          uint32_t buffers, F&& f) {
   Place place, buffer;
 #pragma unroll 1
   for (;;) {
@@ -43,7 +45,8 @@ __device__ __forceinline__ bool for_units(Shared<Form>& shared, uint64_t (&barri
     if (unit.splits == 0) return unit.has_splits != 0;
     f(unit, place.number, buffer);
     __syncwarp();
-    if (threadIdx.x % kLanes == 0) instruction::arrive(instruction::shared_place(&shared.forgotten[place.number]));
+    if (threadIdx.x % kLanes == 0)
+      instruction::arrive(instruction::shared_place(&shared.forgotten[place.number]));
     place.advance(1, Form::kUnits);
     buffer.advance(1, buffers);
   }
@@ -136,7 +139,8 @@ class Copier {
       if (i >= count || !is_first_lane()) continue;
 #pragma unroll
       for (uint32_t in = 0; in < kTile; in += Form::kPieceTokens)
-        instruction::copy_tokens(to + (i * kTile + in) * Form::kRowBytes, map_, token + in, unit.head, page, full);
+        instruction::copy_tokens(to + (i * kTile + in) * Form::kRowBytes, map_, token + in, unit.head, page,
+                                 full);
     }
     __syncwarp();
     stage_.advance(1, Form::kStages);

@@ -43,7 +43,8 @@ __device__ __forceinline__ void arrive_at_rank(SharedPlace barrier, uint32_t ran
       "r"(rank)
       : "memory");
 }
-// The same for a thread that has read, not written: what it writes to global memory meanwhile is not waited for.
+// The same for a thread that has read, not written: what it writes to global memory meanwhile is not waited
+// for.
 __device__ __forceinline__ void arrive_at_rank_after_reads(SharedPlace barrier, uint32_t rank) {
   asm volatile(
       "{\n\t"
@@ -108,8 +109,8 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       : "memory");
 }
 // A box of a map of five dimensions: all chunks of some tokens of a page and one of its heads.
-__device__ __forceinline__ void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head,
-                                            uint32_t page, SharedPlace barrier) {
+__device__ __forceinline__ void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token,
+                                            uint32_t head, uint32_t page, SharedPlace barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
       "%2, %4, %5}], [%6];" ::"r"(to),
@@ -237,11 +238,12 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// An operand in shared memory as copies that swap units of 16 bytes among 128 put it there: eight times 128 bytes
-// after eight times 128 bytes, `next_eight` bytes apart. Each 128 bytes are of a row, or of a column where the
-// product reads it transposed.
+// An operand in shared memory as copies that swap units of 16 bytes among 128 put it there: eight times 128
+// bytes after eight times 128 bytes, `next_eight` bytes apart. Each 128 bytes are of a row, or of a column
+// where the product reads it transposed.
 __device__ __forceinline__ uint64_t swapped_operand(SharedPlace place, uint32_t next_eight) {
-  return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{next_eight >> 4} << 32 | uint64_t{1} << 62;
+  return uint64_t{(place & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{next_eight >> 4} << 32 |
+         uint64_t{1} << 62;
 }
 
 // The operand that lies this many bytes further.
@@ -293,18 +295,19 @@ __device__ __forceinline__ void multiply_warpgroup(float (&sum)[Columns / 2], co
   NIBBLE_PRODUCT_OF(64, 32, 32, 33, 34, 35, 36)
   NIBBLE_PRODUCT_OF(128, 64, 64, 65, 66, 67, 68)
 }
-#define NIBBLE_SHARED_PRODUCT(columns, registers, a_place, b_place, adds_place, transposed)                    \
-  asm volatile(                                                                                               \
-      "{\n\t.reg .pred adds;\n\tsetp.ne.u32 adds, %" #adds_place                                              \
-      ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" NIBBLE_NAMES_##registers      \
-      "}, %" #a_place ", %" #b_place ", adds, 1, 1, " #transposed ", 0;\n\t}"                                 \
-      : NIBBLE_SUMS_##registers(0)                                                                            \
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(adds)))
+#define NIBBLE_SHARED_PRODUCT(columns, registers, a_place, b_place, adds_place, transposed)            \
+  asm volatile("{\n\t.reg .pred adds;\n\tsetp.ne.u32 adds, %" #adds_place                              \
+               ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns                                    \
+               "k16.f32.bf16.bf16 {" NIBBLE_NAMES_##registers "}, %" #a_place ", %" #b_place           \
+                                                              ", adds, 1, 1, " #transposed ", 0;\n\t}" \
+               : NIBBLE_SUMS_##registers(0)                                                            \
+               : "l"(a), "l"(b), "r"(static_cast<uint32_t>(adds)))
 
-// sum = a b, or sum += a b where it `adds`: a [64, 16] and b [16, Columns] of bfloat16, both in shared memory. Is_
-// transposed: a has 64 rows of a column side by side.
+// sum = a b, or sum += a b where it `adds`: a [64, 16] and b [16, Columns] of bfloat16, both in shared
+// memory. Is_ transposed: a has 64 rows of a column side by side.
 template <bool Is_transposed, uint32_t Columns>
-__device__ __forceinline__ void multiply_shared(float (&sum)[Columns / 2], uint64_t a, uint64_t b, bool adds) {
+__device__ __forceinline__ void multiply_shared(float (&sum)[Columns / 2], uint64_t a, uint64_t b,
+                                                bool adds) {
   static_assert(Columns == 8 || Columns == 16);
   if constexpr (Columns == 8 && Is_transposed) NIBBLE_SHARED_PRODUCT(8, 4, 4, 5, 6, 1);
   if constexpr (Columns == 8 && !Is_transposed) NIBBLE_SHARED_PRODUCT(8, 4, 4, 5, 6, 0);
@@ -324,8 +327,8 @@ __device__ __forceinline__ void keep(const uint32_t (&operands)[Count][4]) {
 // Matrices of 8 x 8 pairs of 16 bits, of which lane 4 r + c has columns 2 c and 2 c + 1 of row r: a column is
 // written as 16 bytes to the place of lane 8 m + i, column i of matrix m.
 __device__ __forceinline__ void store_transposed(SharedPlace place, const uint32_t (&matrices)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(place), "r"(matrices[0]),
-               "r"(matrices[1])
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(place),
+               "r"(matrices[0]), "r"(matrices[1])
                : "memory");
 }
 __device__ __forceinline__ void store_transposed(SharedPlace place, const uint32_t (&matrices)[4]) {
