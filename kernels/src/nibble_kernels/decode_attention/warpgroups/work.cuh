@@ -1,6 +1,5 @@
-// A block's units, with their queries and tiles on their way to shared memory. Block i has the units i, i +
-// blocks,
-// ... The tiles of all of its units go around its warpgroups.
+// A block's units, with their queries and tiles on their way to shared memory. Block i has every unit whose
+// number modulo the number of blocks is i. The tiles of all of its units go around its warpgroups.
 #pragma once
 
 #include "decode_attention/unit.cuh"
@@ -32,6 +31,33 @@ struct Shared {
   uint64_t free[Form::kMostBuffers];
 };
 
+inline constexpr float kLog2E = 1.4426950408889634f;
+__device__ __forceinline__ uint32_t lane() { return threadIdx.x % kLanes; }
+// One arrival of the warp, after what its lanes did before.
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  __syncwarp();
+  if (lane() == 0) instruction::arrive(instruction::shared_place(&barrier));
+}
+__device__ __forceinline__ float base_of(float maximum) { return maximum == -INFINITY ? 0 : maximum; }
+__device__ __forceinline__ float maximum_of_warp(float x) {
+#pragma unroll
+  for (uint32_t mask = 1; mask < kLanes; mask *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  return x;
+}
+
+// How many warpgroups have tiles of a unit.
+template <class Form>
+__device__ __forceinline__ uint32_t slots_of(const Unit& unit) {
+  return min(quotient_up(unit.tiles, kGroups), Form::kWorkers);
+}
+// Of a unit's partial results in shared memory: a row of a slot.
+template <class Form>
+__device__ __forceinline__ float* part_of(const Problem& p, Shared<Form>& shared, uint32_t buffer,
+                                          uint32_t slot, uint32_t row) {
+  float* const parts = reinterpret_cast<float*>(shared.parts + buffer * Form::part_bytes(slot_rows(p)));
+  return parts + (slot * slot_rows(p) + row) * Form::kPartFloats;
+}
+
 // f(unit, its number in shared memory, place of its buffer) for each of the block's units, behind `barriers`
 // of theirs. The warp forgets it then. Returns whether a sequence of the batch has several splits.
 template <class Form, class F>
@@ -44,9 +70,7 @@ __device__ __forceinline__ bool for_units(Shared<Form>& shared, uint64_t (&barri
     const Unit& unit = shared.units[place.number];
     if (unit.splits == 0) return unit.has_splits != 0;
     f(unit, place.number, buffer);
-    __syncwarp();
-    if (threadIdx.x % kLanes == 0)
-      instruction::arrive(instruction::shared_place(&shared.forgotten[place.number]));
+    arrive(shared.forgotten[place.number]);
     place.advance(1, Form::kUnits);
     buffer.advance(1, buffers);
   }
