@@ -44,14 +44,14 @@ class Attention {
     return pair;
   }
 
-  // Where a row's query, and its result without strides, lies: token and head.
-  struct Place {
-    uint32_t token, head, query;
+  // Also the number of the query in its sequence.
+  struct Place : RowPlace {
+    uint32_t query;
   };
   __device__ __forceinline__ Place place_of(const Pair& pair, uint32_t row) const {
-    if (p_.most_queries == 1) return {pair.query_begin, pair.head * p_.group + row, 0};
+    if (p_.most_queries == 1) return {{pair.query_begin, pair.head * p_.group + row}, 0};
     const uint32_t all = pair.row_tile * kRows + row, query = all / p_.group;
-    return {pair.query_begin + query, pair.head * p_.group + all - query * p_.group, query};
+    return {{pair.query_begin + query, pair.head * p_.group + all - query * p_.group}, query};
   }
 
   // --- splits ---
@@ -129,7 +129,6 @@ class Attention {
   // --- queries ---
 
   __device__ __forceinline__ void look_at_pair(const Pair& pair, Query<Form>& query, Rows<Form>& rows) {
-    constexpr float kLog2E = 1.4426950408889634f;
     const float scale = p_.scale * (p_.soft_cap != 0 ? 1 : kLog2E) * (p_.k_scale ? __ldg(p_.k_scale) : 1);
     const uint32_t last = pair.rows == 0 ? 0 : pair.rows - 1;
     rows.all_first = seen_first(pair, place_of(pair, last).query);
@@ -142,7 +141,7 @@ class Attention {
 #pragma unroll
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
       load_query(pair, group, query[group]);
-      const float own = Form::kIsFp8 ? fit_range(query[group]) : 1;
+      const float own = Form::kIsFp8 ? fit_range<4>(query[group]) : 1;
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
         const uint32_t column = lane() % 4 * 2 + i;
@@ -165,31 +164,6 @@ class Attention {
       if (is_there)
         query[step] = __ldg(reinterpret_cast<const uint2*>(from + element_of<Form>(step, lane() % 4)));
     }
-  }
-
-  // For FP8 queries become float16 after a power of two that fits each row; what this rounds off is below
-  // 2^-25 of the row's largest element. The result takes that back.
-  static __device__ __forceinline__ float fit_range(uint2 (&query)[Form::kSteps]) {
-    uint32_t largest = 0;  // bits of the largest magnitude
-#pragma unroll
-    for (uint32_t step = 0; step < Form::kSteps; ++step) {
-      const uint32_t x = query[step].x, y = query[step].y;
-      largest = max(largest, max(max(x & 0x7fff, x >> 16 & 0x7fff), max(y & 0x7fff, y >> 16 & 0x7fff)));
-    }
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-    // 2^-e for a row whose largest element is in [2^e, 2^(e + 1)).
-    const uint32_t exponent = max(min(largest >> 7, 252u), 2u);
-    const float factor = __uint_as_float((254 - exponent) << 23);
-    const auto fit = [&](uint32_t bits) {
-      return pair_of(__uint_as_float(bits << 16) * factor, __uint_as_float(bits & 0xffff0000) * factor, true);
-    };
-#pragma unroll
-    for (uint32_t step = 0; step < Form::kSteps; ++step) {
-      query[step].x = fit(query[step].x);
-      query[step].y = fit(query[step].y);
-    }
-    return __uint_as_float(exponent << 23);
   }
 
   __device__ __forceinline__ uint32_t seen_end(const Pair& pair, uint32_t query) const {
@@ -271,31 +245,10 @@ class Attention {
       sum.z = fmaf(part.z, weight, sum.z), sum.w = fmaf(part.w, weight, sum.w);
     }
     const Place place = place_of(pair, group * 8 + row);
-    const float factor = finish_row(place, maximum, total, quad == 0);
-    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(place) * kDim);
+    const float factor = finish_row(p_, place, maximum, total, quad == 0);
+    uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(p_, place) * kDim);
     out[quad] = uint2{pair_of(sum.x * factor, sum.y * factor, false),
                       pair_of(sum.z * factor, sum.w * factor, false)};
-  }
-
-  __device__ __forceinline__ size_t row_of(const Place& place) const {
-    return size_t{place.token} * (p_.kv_heads * p_.group) + place.head;
-  }
-
-  // What a row's sum of values is multiplied by. One thread of a row also writes the log-sum-exp.
-  __device__ __forceinline__ float finish_row(const Place& place, float maximum, float total,
-                                              bool writes) const {
-    constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-    float factor = p_.v_scale ? __ldg(p_.v_scale) : 1;
-    if (p_.sinks != nullptr) {
-      const float sink = __ldg(p_.sinks + place.head) * kLog2E, top = fmaxf(maximum, sink);
-      const float of_keys = instruction::power_of_two(maximum - top);
-      total = fmaf(total, of_keys, instruction::power_of_two(sink - top));
-      factor *= of_keys;
-      maximum = top;
-    }
-    if (writes && p_.lse != nullptr)
-      p_.lse[row_of(place)] = total > 0 ? (maximum + log2f(total)) * kLn2 : -INFINITY;
-    return total == 0 ? 0 : factor / total;
   }
 
   // --- partial results in global memory ---
@@ -362,7 +315,7 @@ class Attention {
       }
 #pragma unroll 4
       for (; split < splits; ++split) add_part(sum, __ldcg(parts + split * stride), weights[split]);
-      uint32_t* const out = static_cast<uint32_t*>(p_.out) + row_of(place_of(pair, row)) * (kDim / 2);
+      uint32_t* const out = static_cast<uint32_t*>(p_.out) + row_of(p_, place_of(pair, row)) * (kDim / 2);
       out[i % (kDim / 2)] = pair_of(sum.x, sum.y, false);
     }
     __syncthreads();
@@ -400,7 +353,7 @@ class Attention {
     }
 #pragma unroll
     for (uint32_t mask = 1; mask < kLanes; mask *= 2) total += shuffled(total, mask);
-    const float factor = finish_row(place_of(pair, row), maximum, total, lane() == 0);
+    const float factor = finish_row(p_, place_of(pair, row), maximum, total, lane() == 0);
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
       const uint32_t split = i * kLanes + lane();

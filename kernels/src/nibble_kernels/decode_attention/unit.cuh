@@ -4,7 +4,7 @@
 // sequences: units that are computed at a time read the same pages.
 #pragma once
 
-#include "decode_attention/problem.h"
+#include "decode_attention/row.cuh"
 #include "nibble/warpgroup_instructions.cuh"
 
 namespace nibble::attention {
@@ -37,19 +37,11 @@ __device__ __forceinline__ uint32_t seen_first(const Problem& p, const Unit& uni
   return p.window != 0 && end > p.window ? end - p.window : 0;
 }
 
-// Where a row's query, and its result without strides, lies.
-struct RowPlace {
-  uint32_t token, head;
-};
 __device__ __forceinline__ RowPlace place_of(const Problem& p, const Unit& unit, uint32_t row) {
   if (p.most_queries == 1) return {unit.query_begin, unit.head * p.group + row};
   const uint32_t all = unit.row_tile * kRows + row, query = all / p.group;
   return {unit.query_begin + query, unit.head * p.group + all - query * p.group};
 }
-__device__ __forceinline__ size_t row_of(const Problem& p, const RowPlace& place) {
-  return size_t{place.token} * (p.kv_heads * p.group) + place.head;
-}
-
 // Goes around places with barriers in shared memory.
 struct Place {
   uint32_t number = 0, parity = 0;

@@ -147,7 +147,6 @@ class Attention {
 
   __device__ __forceinline__ void scale(Scores<Form>& scores,
                                         const float (&factor)[Form::kRowGroups][2]) const {
-    constexpr float kLog2E = 1.4426950408889634f;
 #pragma unroll
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
 #pragma unroll
@@ -220,13 +219,12 @@ class Attention {
 
   __device__ __forceinline__ void load_queries(const Unit& unit, Query<Form>& query,
                                                float (&factor)[Form::kRowGroups][2]) const {
-    constexpr float kLog2E = 1.4426950408889634f;
     const float scale = p_.scale * (p_.soft_cap != 0 ? 1 : kLog2E) * (p_.k_scale ? __ldg(p_.k_scale) : 1);
     const uint32_t rows = rows_of(p_, unit);
 #pragma unroll
     for (uint32_t group = 0; group < Form::kRowGroups; ++group) {
       load_query(unit, rows, group, query[group]);
-      const float own = Form::kIsFp8 ? fit_range(query[group]) : 1;
+      const float own = Form::kIsFp8 ? fit_range<4>(query[group]) : 1;
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
         const uint32_t column = lane() % 4 * 2 + i;
@@ -249,31 +247,6 @@ class Attention {
       if (is_there)
         query[step] = __ldg(reinterpret_cast<const uint2*>(from + element_of<Form>(step, lane() % 4)));
     }
-  }
-
-  // For FP8 queries become float16 after a power of two that fits each row; what this rounds off is below
-  // 2^-25 of the row's largest element. The result takes that back.
-  static __device__ __forceinline__ float fit_range(uint2 (&query)[Form::kSteps]) {
-    uint32_t largest = 0;  // bits of the largest magnitude
-#pragma unroll
-    for (uint32_t step = 0; step < Form::kSteps; ++step) {
-      const uint32_t x = query[step].x, y = query[step].y;
-      largest = max(largest, max(max(x & 0x7fff, x >> 16 & 0x7fff), max(y & 0x7fff, y >> 16 & 0x7fff)));
-    }
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-    // 2^-e for a row whose largest element is in [2^e, 2^(e + 1)).
-    const uint32_t exponent = max(min(largest >> 7, 252u), 2u);
-    const float factor = __uint_as_float((254 - exponent) << 23);
-    const auto fit = [&](uint32_t bits) {
-      return pair_of(__uint_as_float(bits << 16) * factor, __uint_as_float(bits & 0xffff0000) * factor, true);
-    };
-#pragma unroll
-    for (uint32_t step = 0; step < Form::kSteps; ++step) {
-      query[step].x = fit(query[step].x);
-      query[step].y = fit(query[step].y);
-    }
-    return __uint_as_float(exponent << 23);
   }
 
   // --- partial results of warps ---
@@ -451,28 +424,12 @@ class Attention {
   }
 
   __device__ __forceinline__ void write_row(const RowPlace& place, const Sum& sum) const {
-    const float factor = finish_row(place, sum.maximum, sum.total);
+    const float factor = finish_row(p_, place, sum.maximum, sum.total, lane() == 0 && rank_ == 0);
     if (lane() >= kSliceQuads) return;
     uint2* const out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(p_, place) * kDim);
     out[rank_ * kSliceQuads + lane()] =
         uint2{pair_of(sum.quad.x * factor, sum.quad.y * factor, false),
               pair_of(sum.quad.z * factor, sum.quad.w * factor, false)};
-  }
-
-  // What a row's sum of values is multiplied by. A lane of the first block also writes the log-sum-exp.
-  __device__ __forceinline__ float finish_row(const RowPlace& place, float maximum, float total) const {
-    constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-    float factor = p_.v_scale ? __ldg(p_.v_scale) : 1;
-    if (p_.sinks != nullptr) {
-      const float sink = __ldg(p_.sinks + place.head) * kLog2E, top = fmaxf(maximum, sink);
-      const float of_keys = instruction::power_of_two(maximum - top);
-      total = fmaf(total, of_keys, instruction::power_of_two(sink - top));
-      factor *= of_keys;
-      maximum = top;
-    }
-    if (lane() == 0 && rank_ == 0 && p_.lse != nullptr)
-      p_.lse[row_of(p_, place)] = total > 0 ? (maximum + log2f(total)) * kLn2 : -INFINITY;
-    return total == 0 ? 0 : factor / total;
   }
 
   // --- partial results of splits, in global memory ---

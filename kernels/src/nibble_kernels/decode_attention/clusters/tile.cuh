@@ -3,18 +3,9 @@
 #pragma once
 
 #include "decode_attention/clusters/division.h"
-#include "nibble/tensor_core.cuh"
+#include "decode_attention/row.cuh"
 
 namespace nibble::attention::clusters {
-
-__device__ __forceinline__ uint32_t pair_of(float low, float high, bool is_half) {
-  if (is_half) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 template <class Form>
 __device__ __forceinline__ void multiply(float (&sum)[4], const uint4& a, const uint2& b) {

@@ -29,15 +29,15 @@ class Rows {
 
   // Of a KV head and 16 rows of a sequence: parts of its splits that are in global memory, and parts of rows
   // that were added up. Zero between calls.
-  __device__ __forceinline__ uint32_t pair_of(const attention::Unit& unit) const {
+  __device__ __forceinline__ uint32_t number_of_pair(const attention::Unit& unit) const {
     return (unit.sequence * p_.kv_heads + unit.head) * row_tiles_of(p_) + unit.row_tile;
   }
   __device__ __forceinline__ uint32_t* counters_of(const attention::Unit& unit) const {
-    return p_.counters + pair_of(unit) * kRows * kRanks;
+    return p_.counters + number_of_pair(unit) * kRows * kRanks;
   }
   // A split in global memory: rows, then their references, then their sums of weights.
   __device__ __forceinline__ float* split_place(const attention::Unit& unit, uint32_t split) const {
-    return p_.partials + (size_t{pair_of(unit)} * p_.most_splits + split) * partial_floats(p_, kDim);
+    return p_.partials + (size_t{number_of_pair(unit)} * p_.most_splits + split) * partial_floats(p_, kDim);
   }
   __device__ __forceinline__ float* stats_of(float* split, uint32_t row) const {
     return split + slot_rows(p_) * kDim + row;
@@ -47,34 +47,15 @@ class Rows {
   template <uint32_t Quads>
   __device__ __forceinline__ void write_row(const RowPlace& place, uint32_t begin,
                                             const Sum<Quads>& sum) const {
-    const float factor = finish_row(place, sum.maximum, sum.total, begin == 0);
+    const float factor = finish_row(p_, place, sum.maximum, sum.total, begin == 0 && lane() == 0);
     uint2* const out =
         reinterpret_cast<uint2*>(static_cast<uint16_t*>(p_.out) + row_of(p_, place) * kDim) + begin;
 #pragma unroll
     for (uint32_t i = 0; i < Quads; ++i) {
       const float4& x = sum.quads[i];
-      const __nv_bfloat162 low = __floats2bfloat162_rn(x.x * factor, x.y * factor),
-                           high = __floats2bfloat162_rn(x.z * factor, x.w * factor);
       out[i * kLanes + lane()] =
-          uint2{*reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high)};
+          uint2{pair_of(x.x * factor, x.y * factor, false), pair_of(x.z * factor, x.w * factor, false)};
     }
-  }
-
-  // What a row's sum of values is multiplied by. A lane also writes the log-sum-exp, where it shall.
-  __device__ __forceinline__ float finish_row(const RowPlace& place, float maximum, float total,
-                                              bool writes) const {
-    constexpr float kLn2 = 0.6931471805599453f;
-    float factor = p_.v_scale ? __ldg(p_.v_scale) : 1;
-    if (p_.sinks != nullptr) {
-      const float sink = __ldg(p_.sinks + place.head) * kLog2E, top = fmaxf(maximum, sink);
-      const float of_keys = instruction::power_of_two(maximum - top);
-      total = fmaf(total, of_keys, instruction::power_of_two(sink - top));
-      factor *= of_keys;
-      maximum = top;
-    }
-    if (writes && lane() == 0 && p_.lse != nullptr)
-      p_.lse[row_of(p_, place)] = total > 0 ? (maximum + log2f(total)) * kLn2 : -INFINITY;
-    return total == 0 ? 0 : factor / total;
   }
 
  protected:

@@ -54,7 +54,7 @@ class QueryLoader {
       }
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const float range = Form::kIsFp8 ? fit_range(found[i]) : 1;
+        const float range = Form::kIsFp8 ? fit_range<kLanes>(found[i]) : 1;
         if (lane() == 0) factors[begin + i] = scale * range;
         store(found[i], begin + i, to);
       }
@@ -68,28 +68,6 @@ class QueryLoader {
       *reinterpret_cast<uint32_t*>(to + (at.piece * Form::kColumns + row) * 16 + at.at * 2) =
           i % 2 == 0 ? of_row[i / 2].x : of_row[i / 2].y;
     }
-  }
-
-  // Queries become float16 after a power of two that fits each row; what this rounds off is below 2^-25 of
-  // the row's largest element. The result takes that back.
-  static __device__ __forceinline__ float fit_range(Row& row) {
-    uint32_t largest = 0;  // bits of the largest magnitude
-#pragma unroll
-    for (const uint2& x : row)
-      largest =
-          max(largest, max(max(x.x & 0x7fff, x.x >> 16 & 0x7fff), max(x.y & 0x7fff, x.y >> 16 & 0x7fff)));
-    largest = __reduce_max_sync(~0u, largest);
-    // 2^-e for a row whose largest element is in [2^e, 2^(e + 1)).
-    const uint32_t exponent = max(min(largest >> 7, 252u), 2u);
-    const float factor = __uint_as_float((254 - exponent) << 23);
-    const auto fit = [&](uint32_t bits) {
-      const __half2 pair = __floats2half2_rn(__uint_as_float(bits << 16) * factor,
-                                             __uint_as_float(bits & 0xffff0000) * factor);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    };
-#pragma unroll
-    for (uint2& x : row) x.x = fit(x.x), x.y = fit(x.y);
-    return __uint_as_float(exponent << 23);
   }
 
   const Problem& p_;

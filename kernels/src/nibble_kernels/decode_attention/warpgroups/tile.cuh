@@ -92,15 +92,7 @@ __device__ __forceinline__ void score(Scores<Form>& scores, uint8_t* queries, ui
 // Weights as the next product reads them.
 template <class Form>
 __device__ __forceinline__ void write_weights(const Scores<Form>& weights, uint8_t* to) {
-  const auto pair_of = [](float low, float high) {
-    if constexpr (Form::kIsFp8) {
-      const __half2 pair = __floats2half2_rn(low, high);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    }
-  };
+  const auto pair = [](float low, float high) { return pair_of(low, high, Form::kIsFp8); };
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes % 4;
   // Lane i says where column i % 8 of a matrix of 8 tokens by 8 queries goes: both eights of tokens of a
   // group of queries, then of the next.
@@ -109,10 +101,10 @@ __device__ __forceinline__ void write_weights(const Scores<Form>& weights, uint8
       instruction::shared_place(to + (piece * Form::kColumns + column % Form::kColumns) * 16);
   const float (&of)[Form::kColumns / 2] = weights.of;
   if constexpr (Form::kRowGroups == 1) {
-    instruction::store_transposed(place, {pair_of(of[0], of[1]), pair_of(of[2], of[3])});
+    instruction::store_transposed(place, {pair(of[0], of[1]), pair(of[2], of[3])});
   } else {
     instruction::store_transposed(
-        place, {pair_of(of[0], of[1]), pair_of(of[2], of[3]), pair_of(of[4], of[5]), pair_of(of[6], of[7])});
+        place, {pair(of[0], of[1]), pair(of[2], of[3]), pair(of[4], of[5]), pair(of[6], of[7])});
   }
 }
 

@@ -31,7 +31,6 @@ struct Shared {
   uint64_t free[Form::kMostBuffers];
 };
 
-inline constexpr float kLog2E = 1.4426950408889634f;
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x % kLanes; }
 // One arrival of the warp, after what its lanes did before.
 __device__ __forceinline__ void arrive(uint64_t& barrier) {
