@@ -108,6 +108,8 @@ def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
     kept = _layers_with_cache(checkpoint)
     if not kept:
         return "the layers of the model are unknown"
+    if any(layer.kind == "sliding" for layer in kept):
+        return "it has not served a model with sliding windows"
     if others := {layer.head_dim for layer in kept} - set(AUTO_HEAD_DIMS):
         return f"it is not measured with head dim {', '.join(map(str, sorted(others)))}"
     if (cache := kv_cache_type(checkpoint, values)) not in AUTO_CACHES:

@@ -74,12 +74,15 @@ def test_auto_leaves_to_vllm_what_nibbles_cannot_serve(
     assert why in choice.reason and "attention_kernel" not in options_of(plan)
 
 
-def test_auto_leaves_other_head_dims_and_named_backends_to_vllm(
+def test_auto_leaves_other_head_dims_windows_and_named_backends_to_vllm(
     model: Path, tmp_path: Path
 ) -> None:
     other = write_checkpoint(tmp_path / "other", config={**HEADS, "head_dim": 64})
     choice = planned(other).choices["attention"]
     assert choice.value == "vllm" and "not measured with head dim 64" in choice.reason
+    windows = {"model_type": "gemma2", "sliding_window": 64}
+    sliding = write_checkpoint(tmp_path / "sliding", config=HEADS | windows)
+    assert "sliding windows" in planned(sliding).choices["attention"].reason
     wide = write_checkpoint(tmp_path / "wide", config={**HEADS, "num_key_value_heads": 1})
     assert "more than 16 each" in planned(wide).choices["attention"].reason
     named = planned(model, "--attention-backend", "FLASHINFER")
