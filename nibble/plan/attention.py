@@ -83,7 +83,7 @@ def choose_attention(
     if CONFIG in args:
         return Choice(VLLM, OURS, f"{CONFIG} is set, and vLLM chooses with it")
     chosen = _of_vllms(inputs, values, step_graph)
-    if obstacle := obstacle_of_auto(inputs, values):
+    if (obstacle := obstacle_of_auto(inputs, values)) not in ("", chosen.reason):
         return replace(chosen, reason=f"{chosen.reason}; not nibble's kernel: {obstacle}")
     return chosen
 

@@ -89,6 +89,11 @@ def test_auto_leaves_other_head_dims_windows_and_named_backends_to_vllm(
     assert named.choices["attention"].value == "FLASHINFER"
 
 
+def test_an_unknown_checkpoint_is_said_once() -> None:
+    plan = plan_for(read_wishes(["nvidia/Qwen3-8B-NVFP4", "--target", "hopper"], {}))
+    assert plan.choices["attention"].reason == "the checkpoint is unknown until pull"
+
+
 def test_auto_takes_requests_of_any_length_with_each_cache_head_dim_and_group(
     tmp_path: Path,
 ) -> None:
