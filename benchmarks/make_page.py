@@ -31,7 +31,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,9 +140,8 @@ def shown(expression: str, item: Any = None) -> str:
         raise Wrong(f"{expression} is not one value")
     if spec == ".3s":  # three digits, as many after the point as they leave
         spec = f".{max(0, 2 - int(math.log10(abs(value))))}f"
-    if isinstance(value, (int, float)) and spec.endswith("f"):  # halves up, as people round
-        step = Decimal(1).scaleb(-int(spec[1:-1]))
-        value = Decimal(str(value)).quantize(step, ROUND_HALF_UP)
+    if isinstance(value, (int, float)) and spec.endswith("f"):
+        return plot_figures.rounded(value, int(spec[1:-1]))
     return format(value, spec)
 
 

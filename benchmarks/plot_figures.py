@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,19 @@ class Figure:
 
     @property
     def in_readme(self) -> tuple[str, str]:
-        return tuple(f"{value:.{self.digits}f}" for value in (self.ours, self.theirs))  # type: ignore
+        return rounded(self.ours, self.digits), rounded(self.theirs, self.digits)
+
+
+def rounded(value: float, digits: int) -> str:
+    """The number with so many digits after the point; halves go up, as people round."""
+    return str(Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
 SERVERS = {
     "serve_load_8b_h200.json": "8B shape",
     "serve_load_30b_a3b_h200.json": "30B-A3B shape",
     "serve_load_35b_a3b_h200.json": "35B-A3B shape",
-}  # default settings on both sides
+}  # default settings on both sides, with experts 16 GiB of KV cache
 
 
 def load(name: str) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def middle(values: Sequence[float]) -> float:
 
 def block(found: Sequence[Figure]) -> str:
     """The overview in Markdown."""
-    said = "; ".join(f"{one.what}: {one.ratio:.2f} times" for one in found)
+    said = "; ".join(f"{one.what}: {rounded(one.ratio, 2)} times" for one in found)
     lines = [
         f"![How many times as fast as the other program. {said}.](images/figures.svg)",
         "",
@@ -134,7 +140,7 @@ def block(found: Sequence[Figure]) -> str:
         ours, theirs = one.in_readme
         lines.append(
             f"| {one.what} | {ours} {one.unit} | {theirs} {one.unit} ({one.against}) |"
-            f" {one.ratio:.2f}× | {one.hardware}, {date} |"
+            f" {rounded(one.ratio, 2)}× | {one.hardware}, {date} |"
             f" [JSON](../benchmarks/results/{one.file}) |"
         )
     return "\n".join(lines)
@@ -160,7 +166,7 @@ def picture(found: Sequence[Figure]) -> str:
         ours, theirs = one.in_readme
         length = round(one.ratio * scale, 1)
         label = escape(f"{one.what} ({one.hardware.partition(',')[0]}, vs {one.against})")
-        numbers = f"{one.ratio:.2f}× ({ours} vs {theirs} {one.unit})"
+        numbers = f"{rounded(one.ratio, 2)}× ({ours} vs {theirs} {one.unit})"
         lines += [
             f'<text class="text" x="24" y="{y + 14}">{label}</text>',
             f'<rect class="bar" x="{LEFT}" y="{y}" width="{length}" height="18"/>',
@@ -210,7 +216,7 @@ def missing(found: Sequence[Figure], readme: str) -> list[str]:
     """Rows of README's results with a number that the data does not have."""
     known = set(other_numbers())
     for one in found:
-        known |= {*one.in_readme, f"{one.ratio:.2f}", f"{one.ratio:.1f}"}
+        known |= {*one.in_readme, rounded(one.ratio, 2), rounded(one.ratio, 1)}
     lines = []
     for what, numbers in stated(readme):
         unknown = [number for number in numbers if number not in known]
