@@ -17,9 +17,9 @@ share of nibble's steps that ran from CUDA graphs as a whole, from its /metrics.
 
 `--drafts` lets both draft N tokens. `--method ngram` (default) takes them from the text before,
 `eagle` from a draft model with random weights in the folder SHAPE-eagle, which `--write` writes
-with `--method eagle`, and `mtp` from the model's MTP head. Steps with drafts run from CUDA graphs
-only with NIBBLE_STEP_GRAPH=on, which is set here. The drafts of random weights are rejected, so a
-step gives one token.
+with `--method eagle`, and `mtp` from the model's MTP head. nibble gets NIBBLE_STEP_GRAPH=on, its
+default on Hopper for the last two. The drafts of random weights are rejected, so a step gives one
+token.
 
 `--arrivals` measures the time to the first token instead: 8 streams run, and 2 requests a second
 arrive with 256 tokens in and 64 out, for 20 s on each side in turns.
