@@ -130,7 +130,7 @@ class EngineOptions(BaseModel):
     draft_head: Literal["auto", contract.DraftHead] = option(
         "auto",
         "Engine",
-        "Output head that an EAGLE or MTP drafter reads: `nvfp4` (an own copy of a BF16 head,"
+        "Output head that an EAGLE or MTP drafter reads: `nvfp4` (a copy of a BF16 head,"
         " quantized during the load), `bf16` (as it is) or `auto`: `nvfp4` on hopper with"
         " nibble's linear kernel (docs/nvfp4.md).",
         "NIBBLE_DRAFT_HEAD",
