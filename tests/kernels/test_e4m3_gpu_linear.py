@@ -187,8 +187,7 @@ def test_weights_that_the_kernel_does_not_read_have_no_scales(kernels: object) -
 def test_the_operator_is_registered_soundly(device: str, scales: str) -> None:
     layer = Layer(device, 48, 96, scales)
     x = activations(5, 96, torch.bfloat16).to(device)
-    tiles, global_scale, columns = layer.scales
-    arguments = (x, layer.weight, tiles, global_scale, columns, None, None, True, [])
+    arguments = (x, layer.weight, *layer.scales, None, None, True, [])
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     # torch's test_schema compares no float8 tensors.
     torch.library.opcheck(torch.ops.nibble.e4m3_decode_linear.default, arguments, test_utils=tests)

@@ -68,9 +68,8 @@ class Layer:
     ) -> Tensor:
         rows, columns = self.weight.shape
         out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan")).bfloat16()
-        tiles, global_scale, of_columns = self.scales
-        tensors = (x, self.weight, tiles, of_columns, bias, residual, out)
-        arguments: list[Any] = [small, *pointers(*tensors), ctypes.c_float(global_scale)]
+        tensors = (x, self.weight, *self.scales, bias, residual, out)
+        arguments: list[Any] = [small, *pointers(*tensors)]
         arguments += [len(x), rows, columns, *division, silu_mul]
         library.multiply_e4m3_rows_on_the_host(*arguments)
         return out

@@ -25,14 +25,14 @@ MAX_TILES = 1 << 21
 
 
 class E4m3Scales(NamedTuple):
-    """A weight is its code times all of these.
+    """A weight is its code times both of these.
 
     tiles: float32 [groups, chunks, 2], of 8 rows of the upper half by 128 columns and of the 8 rows
-    N/2 further down; columns: float32 [N] or none.
+    N/2 further down; columns: float32 [N] or none. A scale of the whole weight is in all tiles: as
+    a number it would tell the graphs of a model's layers apart.
     """
 
     tiles: Tensor
-    global_scale: float
     columns: Tensor | None
 
 
@@ -62,11 +62,11 @@ def prepare_e4m3_scales(
     scale = scale.detach().float()
     ones = scale.new_ones((groups, chunks, 2))
     if block is not None:
-        return E4m3Scales(_of_tiles(scale, weight.shape, block), 1.0, None)
+        return E4m3Scales(_of_tiles(scale, weight.shape, block), None)
     if scale.numel() == 1:
-        return E4m3Scales(ones, float(scale), None)
+        return E4m3Scales(ones * scale.reshape(()), None)
     if scale.numel() == rows:
-        return E4m3Scales(ones, 1.0, scale.reshape(rows).contiguous())
+        return E4m3Scales(ones, scale.reshape(rows).contiguous())
     raise ValueError(f"{scale.numel()} scales do not fit a weight of {rows} x {columns}")
 
 
@@ -90,7 +90,6 @@ def _reference(
     x: Tensor,
     weight: Tensor,
     scales: Tensor,
-    global_scale: float,
     column_scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -101,7 +100,7 @@ def _reference(
     rows, columns = weight.shape
     of_rows = scales.permute(2, 0, 1).repeat_interleave(GROUP, 1)[:, : rows // 2].flatten(0, 1)
     factors = of_rows.repeat_interleave(BLOCK, 1)[:, :columns]
-    y = x.reshape(-1, columns).float() @ (weight.float() * factors).T * global_scale
+    y = x.reshape(-1, columns).float() @ (weight.float() * factors).T
     y = epilogue(y, column_scale, bias, silu_mul).unflatten(0, x.shape[:-1])
     if residual is not None:
         y = y + residual.float()
@@ -109,11 +108,11 @@ def _reference(
 
 
 _decode = operator(
-    "e4m3_decode_linear(Tensor x, Tensor weight, Tensor scales, float global_scale, Tensor?"
-    " column_scale, Tensor? bias, Tensor? residual, bool silu_mul, int[] division) -> Tensor",
+    "e4m3_decode_linear(Tensor x, Tensor weight, Tensor scales, Tensor? column_scale,"
+    " Tensor? bias, Tensor? residual, bool silu_mul, int[] division) -> Tensor",
     _reference,
-    lambda x, weight, scales, global_scale, column_scale, bias, residual, silu_mul, division: (
-        x.new_empty((*x.shape[:-1], len(weight) // (2 if silu_mul else 1)))
+    lambda x, weight, scales, column_scale, bias, residual, silu_mul, division: x.new_empty(
+        (*x.shape[:-1], len(weight) // (2 if silu_mul else 1))
     ),
 )
 
@@ -131,7 +130,7 @@ def e4m3_decode_linear(
     """x [..., K], bfloat16, times the transposed weight, float8_e4m3fn [N, K]: [..., N], or
     [..., N/2] with silu_mul.
 
-    y = Σ_k x[k] · code[n, k] · tile scale[n, k] · global scale · column scale[n] + bias[n], summed
+    y = Σ_k x[k] · code[n, k] · tile scale[n, k] · column scale[n] + bias[n], summed
     in float32. With silu_mul the result is silu(y[n]) · y[n + N/2]. residual, of the result's
     shape, is added last, and the result is rounded once. `scales` are those of prepare_e4m3_scales.
     Made for up to 32 rows; more are multiplied 32 at a time. A row's result does not depend on the
@@ -139,4 +138,4 @@ def e4m3_decode_linear(
     cluster, phases of K), for tests and measurements.
     """
     rest = (bias, residual, silu_mul, list(division))
-    return _decode(x, weight, scales.tiles, scales.global_scale, scales.columns, *rest)
+    return _decode(x, weight, scales.tiles, scales.columns, *rest)

@@ -4,7 +4,7 @@
 namespace nibble::decode {
 namespace {
 
-Tensor e4m3_decode_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, double global_scale,
+Tensor e4m3_decode_linear(const Tensor& x, const Tensor& weight, const Tensor& scales,
                           const std::optional<Tensor>& column_scale, const std::optional<Tensor>& bias,
                           const std::optional<Tensor>& residual, bool silu_mul,
                           const std::vector<int64_t>& division) {
@@ -14,7 +14,7 @@ Tensor e4m3_decode_linear(const Tensor& x, const Tensor& weight, const Tensor& s
   require(weight.numel() / (16 * kChunk) < 1 << 21, "a weight of ", weight.numel(), " elements is too large");
   const int64_t outputs = weight.size(0);
   require(!column_scale || column_scale->numel() == outputs, "expected a column scale for each output");
-  const Epilogue epilogue{global_scale, column_scale, bias, residual, silu_mul};
+  const Epilogue epilogue{1.0, column_scale, bias, residual, silu_mul};
   return multiply_linear<E4m3Rows>(x, weight, scales, outputs, epilogue, division, [&](Run& run) {
     for_forms<LargeE4m3RowsForms, SmallE4m3RowsForms>(run.device, [&](auto forms) {
       multiply_all<__nv_bfloat16, E4m3Operand, decltype(forms)>(run, false);
