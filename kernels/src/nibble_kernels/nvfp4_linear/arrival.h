@@ -47,7 +47,8 @@ std::optional<Arrival> arrival_of(uint32_t all_groups, uint32_t all_chunks, uint
     const uint32_t clusters = std::min(clusters_of(ranks * sharers) * sharers, all_groups) / sharers * sharers;
     if (clusters == 0) continue;
     const uint32_t groups = (all_groups + clusters - 1) / clusters, chunks = all_chunks / ranks;
-    Arrival arrival{ranks, sharers, clusters, chunks_per_segment<Form>(chunks, std::min(groups, Form::kGroupsPerRound)), 0};
+    Arrival arrival{ranks, sharers, clusters,
+                    chunks_per_segment<Form>(chunks, std::min(groups, Form::kGroupsPerRound)), 0};
     const uint32_t segments = chunks / arrival.chunks_per_segment, fixed = X::shared_bytes(0, ranks > 1),
                    each = arrival.chunks_per_segment * X::kChunkBytes;
     if (fixed + each > shared_bytes) continue;
