@@ -55,7 +55,7 @@ def e4m3_linear_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choi
 
 
 def has_e4m3_layers(checkpoint: Checkpoint) -> bool:
-    """Whether an NVFP4 checkpoint has E4M3 weights that are no experts. Not MXFP8."""
+    """Whether an NVFP4 checkpoint has E4M3 weights outside experts. Not MXFP8."""
     if not checkpoint.scheme.is_nvfp4:
         return False
     for name, tensor in checkpoint.tensors.items():

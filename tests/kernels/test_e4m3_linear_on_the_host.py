@@ -78,10 +78,11 @@ class Layer:
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("scales", SCALES)
 def test_sums_are_rounded_once(library: ctypes.CDLL, scales: str, small: bool) -> None:
-    for tokens, rows, columns, *division in BLOCK_CASES if scales == "block" else CASES:
+    cases = BLOCK_CASES if scales == "block" else CASES
+    for tokens, rows, columns, clusters, ranks, phases in cases:
         layer, x = Layer(rows, columns, scales), activations(tokens, columns, torch.bfloat16)
         bias = torch.randn(rows).bfloat16()
-        y = layer.product(library, x, bias=bias, division=tuple(division), small=small)
+        y = layer.product(library, x, bias=bias, division=(clusters, ranks, phases), small=small)
         one = torch.ones(1, dtype=torch.float64)
         assert_rounded_once(y, x, layer.values, one, bias.double())
 

@@ -26,11 +26,12 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16)
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm import pytorch
     from vllm.platforms import PlatformEnum
 
     from nibble.engine.plugin import e4m3_linear
 
-    of_blocks: Any = linear.BlockWiseTorchFP8ScaledMMLinearKernel
+    of_blocks: Any = pytorch.BlockWiseTorchFP8ScaledMMLinearKernel
     of_blocks.is_supported = classmethod(lambda cls, capability=None: (True, None))
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, of_blocks)
     custom: Any = _custom_ops
