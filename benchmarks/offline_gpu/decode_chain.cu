@@ -6,16 +6,14 @@
 //     benchmarks/offline_gpu/decode_chain.cu
 //   ./decode_chain
 //
-// Weights are random and differ from layer to layer; `o` and `down` add a residual. Medians, in µs a layer. With 16
-// tokens x is there before the first product ("staged"), with one or two blocks that divide the columns, whichever is
-// faster, or it arrives meanwhile ("arriving").
+// Weights are random and differ from layer to layer; `o` and `down` add a residual. One or two blocks of a cluster divide
+// the columns, whichever is faster alone. Medians, in µs a layer.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <vector>
 
-#include "nvfp4_linear/arrival.h"
 #include "nvfp4_linear/decode.cuh"
 
 using namespace nibble::decode;
@@ -37,15 +35,6 @@ __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_const
   const Share share = share_of(problem.groups, blockIdx.x / problem.ranks, gridDim.x / problem.ranks,
                                problem.groups_per_cluster);
   Multiplier<__nv_bfloat16, BfloatOperand, Form>(problem, share, shared).run();
-}
-
-template <class Form>
-__global__ void __launch_bounds__(Form::kThreads, 1)
-    multiply_arriving(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap map) {
-  extern __shared__ __align__(ArrivingX<Form>::kAlignment) uint4 aligned[];
-  const Share share = share_of(problem.groups, blockIdx.x / problem.ranks, gridDim.x / problem.ranks,
-                               problem.groups_per_cluster);
-  Multiplier<__nv_bfloat16, BfloatOperand, Form, InOrder, ArrivingX<Form>>(problem, share, aligned, {}, map).run();
 }
 
 struct Shape {
@@ -80,26 +69,9 @@ Problem problem_of(const Buffers& buffers, const Shape& shape, size_t weight, ui
   return p;
 }
 
-template <class... Parameters>
-void launch(const Buffers& buffers, void (*kernel)(Parameters...), uint32_t blocks, uint32_t cluster,
-            uint32_t threads, uint32_t bytes, const Parameters&... parameters) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {cluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks, config.blockDim = threads;
-  config.dynamicSmemBytes = std::max(bytes, buffers.shared_bytes / 2 + 1024);
-  config.stream = buffers.stream, config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(config.dynamicSmemBytes)));
-  check(cudaLaunchKernelEx(&config, kernel, parameters...));
-}
-
-// x that is there before the first product; `ranks` blocks divide the columns.
+// `ranks` blocks divide the columns.
 template <class Form>
-void launch_staged(const Buffers& buffers, Problem p, uint32_t ranks) {
+void launch(const Buffers& buffers, Problem p, uint32_t ranks) {
   const auto up = [](uint32_t a, uint32_t b) { return (a + b - 1) / b; };
   const uint32_t chunks = up(p.chunks, ranks), clusters = std::min(buffers.multiprocessors / ranks, p.groups);
   const uint32_t fixed = Form::shared_bytes(0, p.tokens, true),
@@ -107,37 +79,18 @@ void launch_staged(const Buffers& buffers, Problem p, uint32_t ranks) {
   p.ranks = ranks;
   p.chunks_per_phase = up(chunks, up(chunks, (buffers.shared_bytes - fixed) / each));
   p.groups_per_cluster = p.groups / clusters;
-  launch(buffers, multiply<Form>, clusters * ranks, ranks, Form::kThreads,
-         Form::shared_bytes(p.chunks_per_phase, p.tokens, true), p);
-}
-
-CUtensorMap map_of_x(const Problem& p, uint32_t box_rows) {
-  static void* encode = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  if (!encode)
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result));
-  CUtensorMap map{};
-  const cuuint64_t sizes[] = {32, p.columns / 32, p.tokens}, bytes[] = {64, uint64_t{p.columns} * 2};
-  const cuuint32_t box[] = {32, 4, box_rows}, steps[] = {1, 1, 1};
-  const CUresult code = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<uint4*>(p.x), sizes, bytes, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (code != CUDA_SUCCESS) std::exit(1);
-  return map;
-}
-
-template <class Form>
-void launch_arriving(const Buffers& buffers, Problem p) {
-  const Arrival arrival = *arrival_of<Form>(p.groups, p.chunks, buffers.shared_bytes, [&](uint32_t blocks) {
-    return buffers.multiprocessors / blocks;
-  });
-  p.ranks = arrival.ranks, p.sharers = arrival.sharers;
-  p.chunks_per_phase = p.chunks / p.ranks, p.chunks_per_segment = arrival.chunks_per_segment;
-  p.places = arrival.places, p.groups_per_cluster = p.groups / arrival.clusters;
-  launch(buffers, multiply_arriving<Form>, arrival.clusters * p.ranks, p.ranks * p.sharers, Form::kThreads,
-         ArrivingX<Form>::shared_bytes(p.places * p.chunks_per_segment, p.ranks > 1), p,
-         map_of_x(p, Form::kTokens));
+  const uint32_t bytes =
+      std::max(Form::shared_bytes(p.chunks_per_phase, p.tokens, true), buffers.shared_bytes / 2 + 1024);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {ranks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = clusters * ranks, config.blockDim = Form::kThreads, config.dynamicSmemBytes = bytes;
+  config.stream = buffers.stream, config.attrs = attributes, config.numAttrs = ranks > 1 ? 2 : 1;
+  check(cudaFuncSetAttribute(multiply<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  check(cudaLaunchKernelEx(&config, multiply<Form>, p));
 }
 
 float microseconds(const Buffers& buffers, const std::function<void()>& enqueue) {
@@ -182,41 +135,39 @@ int main() {
   check(cudaMalloc(&buffers.activations, 16 << 20));
   check(cudaMemset(buffers.activations, 0, 16 << 20));
   check(cudaStreamCreate(&buffers.stream));
-  std::printf("%s\n%-12s  layer", device.name, "tokens");
+  std::printf("%s\ntokens  layer", device.name);
   for (const Shape& shape : kShapes) std::printf("%9s", shape.name);
-  // launch(problem, the number of its shape)
-  const auto run = [&](uint32_t tokens, int only, auto&& launch) {
-    bool swap = false;
-    for (int layer = 0; layer < kLayers; ++layer) {
-      size_t weight = layer * layer_bytes;
-      for (int i = 0; i < 4; ++i) {
-        if (only < 0 || only == i) launch(problem_of(buffers, kShapes[i], weight, tokens, swap), i);
-        swap = !swap;
-        weight += kShapes[i].bytes();
+  const auto print = [&]<class Form>(uint32_t tokens) {
+    uint32_t ranks[4] = {1, 1, 1, 1};
+    const auto time = [&](int only) {  // of a layer, or of one of its products
+      return microseconds(buffers, [&] {
+        bool swap = false;
+        for (int layer = 0; layer < kLayers; ++layer) {
+          size_t weight = layer * layer_bytes;
+          for (int i = 0; i < 4; ++i) {
+            if (only < 0 || only == i)
+              launch<Form>(buffers, problem_of(buffers, kShapes[i], weight, tokens, swap), ranks[i]);
+            swap = !swap;
+            weight += kShapes[i].bytes();
+          }
+        }
+      });
+    };
+    float alone[4];
+    for (int i = 0; i < 4; ++i) {
+      alone[i] = time(i);
+      ranks[i] = 2;
+      const float in_two = time(i);
+      if (in_two < alone[i]) {
+        alone[i] = in_two;
+      } else {
+        ranks[i] = 1;
       }
     }
+    std::printf("\n%6u%7.2f", tokens, time(-1));
+    for (const float us : alone) std::printf("%9.2f", us);
   };
-  const auto print = [&](const char* name, uint32_t tokens, auto&& launch) {
-    std::printf("\n%-12s%7.2f", name, microseconds(buffers, [&] { run(tokens, -1, launch); }));
-    for (int i = 0; i < 4; ++i) std::printf("%9.2f", microseconds(buffers, [&] { run(tokens, i, launch); }));
-  };
-  const auto print_staged = [&]<class Form>(const char* name, uint32_t tokens) {
-    uint32_t ranks[4];
-    for (int i = 0; i < 4; ++i) {
-      float times[2];
-      for (uint32_t k = 0; k < 2; ++k)
-        times[k] = microseconds(buffers, [&] {
-          run(tokens, i, [&](const Problem& p, int) { launch_staged<Form>(buffers, p, k + 1); });
-        });
-      ranks[i] = times[1] < times[0] ? 2 : 1;
-    }
-    print(name, tokens, [&](const Problem& p, int i) { launch_staged<Form>(buffers, p, ranks[i]); });
-  };
-  print_staged.template operator()<LargeForms::Few>("1", 1);
-  print_staged.template operator()<LargeForms::Few>("2", 2);
-  print_staged.template operator()<LargeForms::Few>("4", 4);
-  print_staged.template operator()<LargeForms::Few>("8", 8);
-  print_staged.template operator()<LargeForms::Some>("16 staged", 16);
-  print("16 arriving", 16, [&](const Problem& p, int) { launch_arriving<LargeForms::Some>(buffers, p); });
+  for (const uint32_t tokens : {1, 2, 4, 8}) print.template operator()<LargeForms::Few>(tokens);
+  print.template operator()<LargeForms::Some>(16);
   std::printf("\n");
 }

@@ -31,7 +31,6 @@ from tests.support.kernels.emulated import compile_on_the_host, needs_compiler, 
 from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
-    assert_same_bits,
     packed_weight,
     values_of,
 )
@@ -49,18 +48,6 @@ CASES = [
     (9, 552, 256, 1, 1, 2),
     (29, 48, 640, 2, 1, 2),
     (20, 280, 144, 1, 2, 1),
-]
-# Of x that arrives meanwhile: rows of x, N, K, shares of the rows, thread blocks that divide the
-# columns, blocks that share x, segments, places for them. A quarter at a row's end, segments that
-# take the places of others, several rounds of groups with and without that.
-ARRIVING = [
-    (9, 48, 160, 1, 1, 1, 1, 1),
-    (16, 264, 1024, 2, 1, 2, 4, 4),
-    (12, 112, 1024, 3, 1, 1, 8, 3),
-    (11, 280, 768, 2, 2, 1, 3, 2),
-    (10, 552, 512, 2, 1, 2, 2, 2),
-    (13, 520, 768, 1, 1, 1, 6, 2),
-    (3, 96, 512, 2, 2, 1, 2, 2),
 ]
 Multiply = Callable[..., Tensor]
 
@@ -152,88 +139,6 @@ def test_silu_mul_and_residual_come_before_the_only_rounding(multiply: Multiply)
     gate, up = (GLOBAL_SCALE * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up + residual.double()
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
-
-
-@pytest.fixture
-def multiply_arriving(
-    compiled_with: Callable[[bool], ctypes.CDLL], kernels: object
-) -> Callable[..., Tensor]:
-    from nibble_kernels.nvfp4_linear.weight import prepare_weight
-
-    def call(
-        case: tuple[int, ...],
-        x: Tensor,
-        packed: tuple[Tensor, Tensor],
-        *,
-        late: bool = False,
-        silu_mul: bool = False,
-        others: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    ) -> Tensor:
-        _, rows, columns, *division = case
-        weight = prepare_weight(*packed, native=False)
-        out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan")).bfloat16()
-        arguments: list[Any] = pointers(x, weight.codes, weight.scales, *others, out)
-        arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, *division, silu_mul]
-        compiled_with(False).multiply_arriving_on_the_host(late, *arguments)
-        return out
-
-    return call
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["now", "late"])
-@pytest.mark.parametrize("case", ARRIVING, ids=str)
-def test_sums_of_x_that_arrives_meanwhile_are_rounded_once(
-    multiply_arriving: Callable[..., Tensor], case: tuple[int, ...], late: bool
-) -> None:
-    tokens, rows, columns, *_ = case
-    packed = packed_weight(rows, columns)
-    x, factors = activations(tokens, columns, torch.bfloat16), torch.rand(rows) + 0.5
-    bias, residual = torch.randn(rows).bfloat16(), torch.randn(tokens, rows).bfloat16()
-    y = multiply_arriving(case, x, packed, late=late, others=(factors, bias, residual))
-    added = bias.double() + residual.double()
-    assert_rounded_once(y, x, values_of(*packed), GLOBAL_SCALE * factors.double(), added)
-
-
-def test_silu_mul_of_x_that_arrives_meanwhile_has_the_same_sums(
-    multiply_arriving: Callable[..., Tensor], multiply: Multiply
-) -> None:
-    """One segment has the order of additions of x that is there from the start."""
-    packed, x = packed_weight(48, 512), activations(11, 512, torch.bfloat16)
-    y = multiply_arriving((11, 48, 512, 2, 1, 1, 1, 1), x, packed, silu_mul=True)
-    there = multiply(x, *packed, bfloat_operands=True, division=(2, 1, 1), silu_mul=True)
-    assert_same_bits(y, there)
-
-
-def test_a_rows_sums_do_not_depend_on_the_other_rows(
-    multiply_arriving: Callable[..., Tensor],
-) -> None:
-    case = (16, 112, 1024, 3, 1, 1, 8, 3)
-    packed, x = packed_weight(112, 1024), activations(16, 1024, torch.bfloat16)
-    y = multiply_arriving(case, x, packed)
-    assert_same_bits(multiply_arriving(case, x[5:6], packed), y[5:6])
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "expected"),
-    [
-        (6144, 4096, (1, 2, 132, 16, 2)),
-        (4096, 4096, (1, 2, 132, 8, 4)),
-        (24576, 4096, (1, 2, 132, 4, 8)),
-        (4096, 12288, (2, 1, 66, 8, 4)),
-        (4096, 128, (1, 2, 132, 1, 1)),
-        (16, 4096, (2, 1, 1, 16, 1)),
-    ],
-)
-def test_blocks_share_x_where_it_fits_and_divide_columns_where_not(
-    compiled_with: Callable[[bool], ctypes.CDLL],
-    rows: int,
-    columns: int,
-    expected: tuple[int, ...],
-) -> None:
-    """Of an H100's multiprocessors and shared memory."""
-    chosen = (ctypes.c_uint32 * 5)()
-    compiled_with(False).arrival_on_the_host(rows, columns, 132, 232448, chosen)
-    assert tuple(chosen) == expected
 
 
 @pytest.mark.parametrize(

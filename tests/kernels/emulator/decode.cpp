@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "nibble/tensor_core.cuh"
-#include "nvfp4_linear/arrival.h"
 #include "nvfp4_linear/decode.cuh"
 #include "nvfp4_moe/decode.cuh"
 #include "run_cluster.h"
@@ -97,45 +96,4 @@ extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const vo
   if (!bfloat) return run_form<__half, nibble::HalfOperand>(problem, clusters);
   if (bfloat_operands) return run_form<__nv_bfloat16, nibble::BfloatOperand>(problem, clusters);
   run_form<__nv_bfloat16, nibble::HalfOperand>(problem, clusters);
-}
-
-// With x that arrives meanwhile, 9 to 16 tokens. `clusters` divide the groups.
-extern "C" void multiply_arriving_on_the_host(bool late, const void* x, const void* codes, const void* scales,
-                                              const void* column_scale, const void* bias, const void* residual,
-                                              void* out, float global_scale, uint32_t tokens, uint32_t outputs,
-                                              uint32_t columns, uint32_t clusters, uint32_t ranks,
-                                              uint32_t sharers, uint32_t segments, uint32_t places,
-                                              bool silu_mul) {
-  using Form = LargeForms::Some;
-  emulated_is_late = late;
-  Problem p = problem_of(x, codes, scales, out, outputs, columns, ranks, 1, silu_mul);
-  p.column_scale = static_cast<const float*>(column_scale);
-  p.bias = bias;
-  p.residual = residual;
-  p.upper_global_scale = p.lower_global_scale = global_scale;
-  p.tokens = tokens;
-  p.sharers = sharers;
-  p.chunks_per_segment = p.chunks_per_phase / segments;
-  p.places = places;
-  CUtensorMap map{static_cast<const uint32_t*>(x), columns / 2, tokens, 16, Form::kTokens, 4, true};
-  const size_t bytes = ArrivingX<Form>::shared_bytes(places * p.chunks_per_segment, ranks > 1);
-  for (uint32_t cluster = 0; cluster < clusters / sharers; ++cluster) {
-    run_cluster(ranks * sharers, Form::kThreads, bytes, cluster, clusters / sharers, [&](uint4* memory) {
-      const Share share = share_of(p.groups, blockIdx.x / ranks, clusters, p.groups / clusters);
-      Multiplier<__nv_bfloat16, nibble::BfloatOperand, Form, InOrder, ArrivingX<Form>>(p, share, memory, {}, map)
-          .run();
-    });
-  }
-  emulated_is_late = false;
-}
-
-// Ranks, sharers, clusters, chunks of a segment and places for 9 to 16 tokens, or zeros.
-extern "C" void arrival_on_the_host(uint32_t outputs, uint32_t columns, uint32_t multiprocessors,
-                                    uint32_t shared_bytes, uint32_t* chosen) {
-  const uint32_t groups = (outputs / 2 + kGroup - 1) / kGroup, chunks = (columns + kChunk - 1) / kChunk;
-  const auto found = arrival_of<LargeForms::Some>(groups, chunks, shared_bytes,
-                                                  [&](uint32_t blocks) { return multiprocessors / blocks; });
-  if (!found) return;
-  const uint32_t values[] = {found->ranks, found->sharers, found->clusters, found->chunks_per_segment, found->places};
-  std::copy(std::begin(values), std::end(values), chosen);
 }

@@ -68,11 +68,10 @@ struct Decoder<E4m3Operand> {
   }
 };
 
-// X: how x reaches shared memory (staged_x.cuh, arriving_x.cuh).
-template <class T, class Operand, class Form, class Rows = InOrder, class X = StagedX<T, Operand, Form, Rows>>
+template <class T, class Operand, class Form, class Rows = InOrder>
 struct Multiplier {
   static constexpr uint32_t kTokenGroups = Form::kTokenGroups;
-  using Pieces = typename X::Pieces;
+  using X = StagedX<T, Operand, Form, Rows>;
   using Sums = float[kTokenGroups][4];
 
   const Problem& p;
@@ -86,41 +85,44 @@ struct Multiplier {
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t half = p.outputs / 2;
 
-  template <class... OfX>
-  __device__ __forceinline__ Multiplier(const Problem& problem, const Share& share, uint4* shared, Rows rows = {},
-                                        const OfX&... of_x)
+  __device__ __forceinline__ Multiplier(const Problem& problem, const Share& share, uint4* shared,
+                                        Rows rows = {})
       : p(problem),
         rows(rows),
         rounds(problem, share, problem.ranks > 1 ? instruction::cluster_rank() : 0),
         ring(reinterpret_cast<uint8_t*>(shared)),
         slots(reinterpret_cast<float*>(ring + Form::kRingBytes)),
         ends(reinterpret_cast<Ends*>(slots + Form::kSlotBytes / sizeof(float))),
-        x(problem, rows, reinterpret_cast<uint32_t*>(ends + Form::kGroupsPerRound), of_x...),
-        totals(reinterpret_cast<float2*>(x.end())) {}
+        x(problem, rows, reinterpret_cast<uint32_t*>(ends + Form::kGroupsPerRound)),
+        totals(reinterpret_cast<float2*>(x.elements + problem.chunks_per_phase * x.chunk_size)) {}
 
   // The sums of an E4M3 tile are scaled as they are, in float32.
-  __device__ __forceinline__ void multiply(const ByteFragment& tile, const Pieces& pieces, Sums& sums) const {
+  __device__ __forceinline__ void multiply(const ByteFragment& tile, const uint4* even, const uint4* odd,
+                                           Sums& sums) const {
     Sums own = {};
-    multiply(Decoder<Operand>(tile), pieces, own);
+    multiply(Decoder<Operand>(tile), even, odd, own);
 #pragma unroll
     for (uint32_t i = 0; i < kTokenGroups; ++i) {
 #pragma unroll
       for (uint32_t k = 0; k < 4; ++k) sums[i][k] += own[i][k] * (k < 2 ? tile.scales.x : tile.scales.y);
     }
   }
-  __device__ __forceinline__ void multiply(const Fragment& tile, const Pieces& pieces, Sums& sums) const {
-    multiply(Decoder<Operand>(tile), pieces, sums);
+  __device__ __forceinline__ void multiply(const Fragment& tile, const uint4* even, const uint4* odd,
+                                           Sums& sums) const {
+    multiply(Decoder<Operand>(tile), even, odd, sums);
   }
 
-  // Two chains of sums wait for each other half as long as one.
-  __device__ __forceinline__ void multiply(const Decoder<Operand>& weight, const Pieces& pieces,
-                                           Sums& sums) const {
+  // `even` and `odd`: this lane's first and second piece of x. Two chains of sums wait for each other half as
+  // long as one.
+  __device__ __forceinline__ void multiply(const Decoder<Operand>& weight, const uint4* even,
+                                           const uint4* odd, Sums& sums) const {
     Sums others = {};
 #pragma unroll
     for (uint32_t piece = 0; piece < kPieces; ++piece) {
       uint4 b[kTokenGroups];
 #pragma unroll
-      for (uint32_t i = 0; i < kTokenGroups; ++i) b[i] = pieces.of(piece, i);
+      for (uint32_t i = 0; i < kTokenGroups; ++i)
+        b[i] = (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + i * (kTokenGroup * X::kRow)];
       uint32_t upper[4], lower[4];
       weight.decode(piece, upper, lower);
 #pragma unroll
@@ -145,34 +147,32 @@ struct Multiplier {
     return {first_step<Form>(round, warp + 1) - first, group, first - group * round.chunks};
   }
 
-  // A part of a group has the slot of its number: each warp and each group begins one. `adds`: to what this warp
-  // has there, of earlier columns of the round.
-  __device__ __forceinline__ void multiply(const Round& round, Steps steps, uint32_t first_chunk, bool adds,
-                                           Ring<Form>& ring) const {
+  // A part of a group has the slot of its number: each warp and each group begins one.
+  __device__ __forceinline__ void multiply(const Round& round, Steps steps, Ring<Form>& ring) const {
+    // Of tokens past the last, where x has no row for them, the last is multiplied; nobody looks at their
+    // sums.
+    const uint32_t token = min(lane / 4, Form::x_rows(p.tokens) - 1);
+    const uint4* const row = x.elements + token * X::kRow;
+    const uint4* const first_piece = row + X::place(token, 0, lane % kQuarters);
+    const uint4* const second_piece = row + X::place(token, 1, lane % kQuarters);
     auto& [left, group, chunk] = steps;
     while (true) {
-      Pieces pieces = x.pieces(first_chunk + chunk);
+      const uint4 *even = first_piece + chunk * x.chunk_size, *odd = second_piece + chunk * x.chunk_size;
       const uint32_t part = min(left, round.chunks - chunk);
       if (lane == 0) {
         if (chunk == 0 && part != 0) ends[group].first = warp;
         if (chunk + part == round.chunks) ends[group].last = warp;
       }
-      float2* const slot = reinterpret_cast<float2*>(slots + (warp + group) * Form::kSums) + lane;
       Sums sums = {};
-      if (adds) {
-#pragma unroll
-        for (uint32_t i = 0; i < kTokenGroups; ++i) {
-          const float2 upper = slot[i * kItems], lower = slot[i * kItems + kItems / 2];
-          sums[i][0] = upper.x, sums[i][1] = upper.y, sums[i][2] = lower.x, sums[i][3] = lower.y;
-        }
-      }
 #pragma unroll 1
       for (uint32_t i = part; i != 0; --i) {
         const auto tile = ring.take();
-        multiply(tile, pieces, sums);
+        multiply(tile, even, odd, sums);
         ring.replace();
-        x.advance(pieces);
+        even += x.chunk_size;
+        odd += x.chunk_size;
       }
+      float2* const slot = reinterpret_cast<float2*>(slots + (warp + group) * Form::kSums) + lane;
 #pragma unroll
       for (uint32_t i = 0; i < kTokenGroups; ++i) {
         const float (&part_sums)[4] = sums[i];
@@ -342,53 +342,29 @@ struct Multiplier {
     assign(static_cast<T*>(p.out)[place], y);
   }
 
-  // All columns of a round, as they arrive.
-  __device__ __forceinline__ void multiply(const Round& round, const Steps& steps, Ring<Form>& ring,
-                                           typename X::Turn& turn) const {
-    if constexpr (!X::kArrives) {
-      multiply(round, steps, 0, false, ring);
-    } else {
-      Round segment = round;
-      segment.chunks = p.chunks_per_segment;
-      for (uint32_t done = 0; done < round.chunks; done += p.chunks_per_segment) {
-        x.wait(turn);
-        multiply(segment, steps, x.first_chunk(turn), done != 0, ring);
-        x.leave(round, turn);
-      }
-    }
-  }
-
-  // A round's steps, or those of each of its segments.
-  __device__ __forceinline__ Steps first_steps(const Round& round) const {
-    return steps_of({round.first_group, round.groups, round.first_chunk,
-                     X::kArrives ? p.chunks_per_segment : round.chunks});
-  }
-
   __device__ __forceinline__ void run() const {
     uint32_t batch = 0, first_chunk = rounds.begin;
     Round round = rounds.of(batch, first_chunk);
-    const Rounds<Form> in_order(rounds, X::kArrives ? p.chunks_per_segment : p.chunks_per_phase);
-    Ring<Form> tiles(p, in_order, ring);
+    Ring<Form> tiles(p, rounds, ring);
     const typename X::Start start = x.start();
-    Steps steps = first_steps(round);
+    Steps steps = steps_of(round);
     First first = first_of(round);
     Rows::before_x();
     x.stage(round, start, [&] {
       read_after(round, first);
       tiles.fill();
     });
-    typename X::Turn turn = x.first_turn(round, rounds.batches);
     while (true) {
-      multiply(round, steps, tiles, turn);
+      multiply(round, steps, tiles);
       __syncthreads();
       add_up(round, first);
       if (!rounds.advance(batch, first_chunk)) break;
       round = rounds.of(batch, first_chunk);
-      steps = first_steps(round);
+      steps = steps_of(round);
       first = first_of(round);
       read_after(round, first);
       __syncthreads();  // x, sums and ends are over
-      if (!X::kArrives && !rounds.one_phase()) x.stage(round, start, [] {});
+      if (!rounds.one_phase()) x.stage(round, start, [] {});
     }
     instruction::wait_for_copies<0>();
   }

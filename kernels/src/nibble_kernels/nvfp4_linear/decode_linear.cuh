@@ -4,8 +4,6 @@
 #include <vector>
 
 #include "nibble/decode_launch.h"
-#include "nibble/tensor_map.h"
-#include "nvfp4_linear/arrival.h"
 
 namespace nibble::decode {
 
@@ -19,19 +17,6 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
         share_of(problem.groups, blockIdx.x / problem.ranks, clusters, problem.groups_per_cluster);
     Multiplier<T, Operand, Form>(problem, share, shared).run();
   }
-}
-
-// With x that arrives meanwhile.
-template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, 1)
-    multiply_arriving(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap map) {
-#if NIBBLE_HAS_WARPGROUP_PRODUCTS
-  extern __shared__ __align__(ArrivingX<Form>::kAlignment) uint4 aligned[];
-  const uint32_t clusters = gridDim.x / problem.ranks;
-  const Share share =
-      share_of(problem.groups, blockIdx.x / problem.ranks, clusters, problem.groups_per_cluster);
-  Multiplier<T, Operand, Form, InOrder, ArrivingX<Form>>(problem, share, aligned, {}, map).run();
-#endif
 }
 
 struct Run {
@@ -102,35 +87,6 @@ void multiply_some(Run& run, uint32_t tokens) {
   launch(multiply<T, Operand, Form>, p);
 }
 
-// Whether it was done: for bfloat16 on SM90, rows whose quarters are whole, and columns that fit.
-template <class T, class Operand, class Form>
-bool multiply_as_it_arrives(Run& run) {
-  if constexpr (!std::is_same_v<Operand, BfloatOperand> || Form::kSmall) {
-    return false;
-  } else {
-    Problem& p = run.problem;
-    if (!run.device.is_sm90 || p.columns % 32 != 0 || !run.division.empty()) return false;
-    constexpr auto kKernel = multiply_arriving<T, Operand, Form>;
-    const std::optional<Arrival> arrival =
-        arrival_of<Form>(p.groups, p.chunks, run.device.shared_bytes, [&](uint32_t blocks) {
-          return clusters_at_a_time<kKernel>(blocks, Form::kThreads, run.device.shared_bytes, run.device);
-        });
-    if (!arrival) return false;
-    p.ranks = arrival->ranks;
-    p.sharers = arrival->sharers;
-    p.chunks_per_phase = p.chunks / p.ranks;
-    p.chunks_per_segment = arrival->chunks_per_segment;
-    p.places = arrival->places;
-    p.groups_per_cluster = p.groups / arrival->clusters;
-    const uint32_t chunks = p.places * p.chunks_per_segment;
-    const uint32_t bytes = std::max(ArrivingX<Form>::shared_bytes(chunks, p.ranks > 1),
-                                    run.device.shared_bytes / 2 + 1024);
-    Launch launch(arrival->clusters * p.ranks, p.ranks * p.sharers, Form::kThreads, bytes, run.stream);
-    launch(kKernel, p, map_of_quarters(p.x, p.columns, p.tokens, Form::kTokens));
-    return true;
-  }
-}
-
 template <class T, class Operand, class Forms>
 void multiply_all(Run& run, bool batch_invariant) {
   Problem& p = run.problem;
@@ -140,12 +96,8 @@ void multiply_all(Run& run, bool batch_invariant) {
   for (uint32_t done = 0; done < all; done += p.tokens) {
     const uint32_t left = all - done;
     const auto launch_for = [&](auto form, uint32_t capacity) {
-      using Form = typename decltype(form)::type;
       p.tokens = std::min(left, capacity);
-      if constexpr (Form::kTokenGroups == 2) {
-        if (multiply_as_it_arrives<T, Operand, Form>(run)) return;
-      }
-      multiply_some<T, Operand, Form>(run, capacity);
+      multiply_some<T, Operand, typename decltype(form)::type>(run, capacity);
     };
     if (batch_invariant || (left > 8 && left <= 16)) {
       launch_for(TypeOf<typename Forms::Some>(), 16);

@@ -23,7 +23,6 @@ struct StagedX {
   static constexpr bool kConverts = !Operand::kAnyRange && std::is_same_v<T, __nv_bfloat16>;
   static constexpr uint32_t kRow = kChunk / 8;  // 16 bytes each of a row of x in a chunk
   static constexpr uint32_t kAtOnce = 8;        // of a lane's loads of x
-  static constexpr bool kArrives = false;       // it is there before the first product
 
   const Problem& p;
   const Rows rows;
@@ -31,14 +30,6 @@ struct StagedX {
   uint4* const elements;        // [chunks of the phase, tokens, place]
   const uint32_t chunk_size = Form::x_rows(p.tokens) * kRow;
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-
-  // This lane's pieces of a chunk: its first and its second.
-  struct Pieces {
-    const uint4 *even, *odd;
-    __device__ __forceinline__ uint4 of(uint32_t piece, uint32_t token_group) const {
-      return (piece % 2 ? odd : even)[piece / 2 * (2 * kQuarters) + token_group * (kTokenGroup * kRow)];
-    }
-  };
 
   // `shared`: a range for each token that the form takes, then the elements.
   __device__ __forceinline__ StagedX(const Problem& problem, const Rows& rows, uint32_t* shared)
@@ -52,22 +43,6 @@ struct StagedX {
   static __device__ __forceinline__ uint32_t place(uint32_t token, uint32_t piece, uint32_t quarter) {
     return (piece ^ token % 2) * kQuarters + quarter;
   }
-
-  // Of a chunk of a round. Of tokens past the last, where x has no row for them, the last is multiplied; nobody
-  // looks at their sums.
-  __device__ __forceinline__ Pieces pieces(uint32_t chunk) const {
-    const uint32_t token = min(lane / 4, Form::x_rows(p.tokens) - 1);
-    const uint4* const row = elements + chunk * chunk_size + token * kRow;
-    return {row + place(token, 0, lane % kQuarters), row + place(token, 1, lane % kQuarters)};
-  }
-  __device__ __forceinline__ void advance(Pieces& pieces) const {
-    pieces.even += chunk_size;
-    pieces.odd += chunk_size;
-  }
-  struct Turn {};
-  __device__ __forceinline__ Turn first_turn(const Round&, uint32_t) const { return {}; }
-  // Behind x in shared memory.
-  __device__ __forceinline__ void* end() const { return elements + p.chunks_per_phase * chunk_size; }
 
   // Where a lane begins to read x, and how it goes on: the chunks of a token, a step apart. Eight lanes have
   // 128 bytes of shared memory, the warp whole sectors of x.

@@ -65,8 +65,6 @@ struct Problem {
   uint32_t ranks;                                 // thread blocks of a cluster
   uint32_t chunks_per_phase, groups_per_cluster;  // of the smaller share
   bool silu_mul;
-  // Of ArrivingX alone: chunks that arrive together, places for so many, thread blocks that share what arrives.
-  uint32_t chunks_per_segment, places, sharers;
 };
 
 // kDepth: tiles that a warp has under way. kGroupsPerRound: groups whose sums meet at a time.
@@ -185,10 +183,6 @@ struct Rounds {
         begin(rank * p.chunks / p.ranks),
         end((rank + 1) * p.chunks / p.ranks),
         chunks_per_phase(p.chunks_per_phase) {}
-
-  // The same rounds in shorter phases.
-  __device__ __forceinline__ Rounds(const Rounds& rounds, uint32_t chunks_per_phase)
-      : share(rounds.share), begin(rounds.begin), end(rounds.end), chunks_per_phase(chunks_per_phase) {}
 
   __device__ __forceinline__ bool one_phase() const { return chunks_per_phase >= end - begin; }
 

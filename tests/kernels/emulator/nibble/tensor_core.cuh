@@ -373,10 +373,6 @@ const T* element(const T* begin, uint32_t index) {
 
 using SharedPlace = uint8_t*;
 inline SharedPlace shared_place(void* pointer) { return static_cast<uint8_t*>(pointer); }
-inline SharedPlace turned(SharedPlace place, uint32_t bits) {
-  uint8_t* const memory = reinterpret_cast<uint8_t*>(emulated_cluster->memory[emulated_block->rank].data());
-  return memory + ((place - memory) ^ bits);
-}
 inline uint4 load_shared(SharedPlace place) { return *reinterpret_cast<const uint4*>(place); }
 inline uint2 load_shared_pair(SharedPlace place) { return *reinterpret_cast<const uint2*>(place); }
 inline uint32_t load_shared_word(SharedPlace place) { return *reinterpret_cast<const uint32_t*>(place); }

@@ -12,7 +12,6 @@
 struct CUtensorMap {
   const uint32_t* words;
   uint32_t columns, rows, box_columns, box_rows, box_chunks = 1;
-  bool swaps_pieces = false;  // of 16 bytes among 64, as CU_TENSOR_MAP_SWIZZLE_64B does it
   const uint8_t* bytes = nullptr;
   uint32_t tokens = 0, chunks = 0, heads = 0, pages = 0, box_tokens = 0;
   int64_t token_stride = 0, head_stride = 0, page_stride = 0;
@@ -107,37 +106,19 @@ inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_
   });
 }
 // Of a matrix of rows of `columns` words, chunks of box_columns: y counts chunks, box_chunks are fetched.
-inline void begin_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y, uint32_t z,
-                      SharedPlace barrier) {
+inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y, uint32_t z,
+                     SharedPlace barrier) {
   const uint32_t words = map.box_columns * map.box_chunks * map.box_rows;
   begin_copy(barrier, words * 4, [=, map = map] {
-    uint32_t place = 0;
+    uint32_t* word = reinterpret_cast<uint32_t*>(to);
     for (uint32_t row = z; row < z + map.box_rows; ++row) {
-      for (uint32_t column = 0; column < map.box_columns * map.box_chunks; ++column, place += 4) {
+      for (uint32_t column = 0; column < map.box_columns * map.box_chunks; ++column) {
         const uint32_t at = x + y * map.box_columns + column;
         const bool is_there = row < map.rows && at < map.columns;
-        const uint32_t word = is_there ? map.words[size_t{row} * map.columns + at] : 0;
-        std::memcpy(to + (place ^ (map.swaps_pieces ? (place >> 7 & 3) << 4 : 0)), &word, 4);
+        *word++ = is_there ? map.words[size_t{row} * map.columns + at] : 0;
       }
     }
   });
-}
-inline void require_place_of_box(SharedPlace to, const CUtensorMap& map) {
-  if (!map.swaps_pieces || offset_of(to) % 512 == 0) return;
-  std::fprintf(stderr, "a box whose pieces are swapped is not at a multiple of 512\n");
-  std::abort();
-}
-inline void copy_box(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y, uint32_t z,
-                     SharedPlace barrier) {
-  require_place_of_box(to, map);
-  begin_box(to, map, x, y, z, barrier);
-}
-inline void copy_box_to_all(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y, uint32_t z,
-                            SharedPlace barrier, uint32_t ranks) {
-  require_place_of_box(to, map);
-  for (uint32_t rank = 0; ranks >> rank != 0; ++rank) {
-    if (ranks >> rank & 1) begin_box(place_at_rank(to, rank), map, x, y, z, place_at_rank(barrier, rank));
-  }
 }
 // Units of 16 bytes are swapped as CU_TENSOR_MAP_SWIZZLE_128B does it, by bits of their place.
 inline void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token, uint32_t head, uint32_t page,

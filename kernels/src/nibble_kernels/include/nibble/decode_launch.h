@@ -13,15 +13,13 @@ namespace nibble::decode {
 struct Device {
   int index;
   uint32_t multiprocessors, shared_bytes;
-  bool is_sm90;
 };
 
 inline Device device_of(int index) {
-  int multiprocessors = 0, shared_bytes = 0, major = 0;
+  int multiprocessors = 0, shared_bytes = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
-  return {index, static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(shared_bytes), major == 9};
+  return {index, static_cast<uint32_t>(multiprocessors), static_cast<uint32_t>(shared_bytes)};
 }
 
 // Calls f(forms) with those that a device's shared memory is made for.

@@ -144,8 +144,6 @@ using SharedPlace = uint32_t;
 __device__ __forceinline__ SharedPlace shared_place(const void* pointer) {
   return static_cast<SharedPlace>(__cvta_generic_to_shared(pointer));
 }
-// The place whose address differs in these bits.
-__device__ __forceinline__ SharedPlace turned(SharedPlace place, uint32_t bits) { return place ^ bits; }
 __device__ __forceinline__ uint4 load_shared(SharedPlace place) {
   uint4 value;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

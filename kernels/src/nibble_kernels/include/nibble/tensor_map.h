@@ -37,18 +37,4 @@ inline CUtensorMap map_of_words(const void* data, uint32_t words, uint32_t chunk
   return map;
 }
 
-// Boxes of a chunk of 128 bfloat16 of `box_rows` rows, four quarters each, in which copies swap pieces of 16 bytes.
-inline CUtensorMap map_of_quarters(const void* data, uint32_t columns, uint32_t rows, uint32_t box_rows) {
-  constexpr uint32_t kElements = 32, kBytes = 64, kQuarters = 4;
-  CUtensorMap map{};
-  const cuuint64_t sizes[] = {kElements, columns / kElements, rows}, bytes[] = {kBytes, uint64_t{columns} * 2};
-  const cuuint32_t box[] = {kElements, kQuarters, box_rows}, steps[] = {1, 1, 1};
-  const CUresult result =
-      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, bytes, box,
-                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_64B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: ", static_cast<int>(result));
-  return map;
-}
-
 }  // namespace nibble

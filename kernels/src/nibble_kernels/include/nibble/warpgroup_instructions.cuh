@@ -108,15 +108,6 @@ __device__ __forceinline__ void copy_box(SharedPlace to, const CUtensorMap& map,
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-// The same to that place in the blocks of a cluster whose bits are set, and to the barrier there.
-__device__ __forceinline__ void copy_box_to_all(SharedPlace to, const CUtensorMap& map, uint32_t x, uint32_t y,
-                                                uint32_t z, SharedPlace barrier, uint32_t ranks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
-      : "memory");
-}
 // A box of a map of five dimensions: all chunks of some tokens of a page and one of its heads.
 __device__ __forceinline__ void copy_tokens(SharedPlace to, const CUtensorMap& map, uint32_t token,
                                             uint32_t head, uint32_t page, SharedPlace barrier) {
