@@ -38,13 +38,14 @@ VLLMS: list[Case] = [
     {"form": "modelopt", "dtype": "float16"},
     {"form": "modelopt", "backend": "torch"},
 ]
+FAULTY: Case = {"form": "modelopt", "fault": True}
 FEW, MANY = 0.003, 0.05  # sums rounded to BF16 once; activations rounded to E4M3
 
 
 @pytest.fixture(scope="module")
 def found(installed: Any) -> dict[str, Any]:
     """What is found of each case."""
-    cases = [*(case for case, _ in SERVED), *VLLMS]
+    cases = [*(case for case, _ in SERVED), *VLLMS, FAULTY]
     results = findings(installed, ["-m", "tests.support.in_vllm.e4m3_linear_layers"], cases)
     return {str(case): result for case, result in zip(cases, results, strict=True)}
 
@@ -63,3 +64,21 @@ def test_few_rows_are_multiplied_without_rounding_activations(
 def test_other_layers_have_vllms_kernel_alone(found: dict[str, Any], case: Case) -> None:
     result = found[str(case)]
     assert OURS not in str(result), result
+
+
+@pytest.mark.parametrize(("case", "kernel"), SERVED, ids=str)
+def test_the_canary_compares_them_with_the_definition(
+    found: dict[str, Any], case: Case, kernel: str
+) -> None:
+    result = found[str(case)]
+    assert result["forms"] == ["bf16", "bf16"] and not result["problems"], result
+
+
+def test_the_canary_compares_vllms_kernel_with_rounded_activations(found: dict[str, Any]) -> None:
+    result = found[str(VLLMS[0])]
+    assert result["forms"] == ["fp8", "fp8"] and not result["problems"], result
+
+
+def test_the_canary_names_a_layer_whose_weight_changed(found: dict[str, Any]) -> None:
+    assert all("off by" in problem for problem in found[str(FAULTY)]["problems"])
+    assert len(found[str(FAULTY)]["problems"]) == 2  # one row and all

@@ -1,7 +1,7 @@
 """Run as a program: FP8 linear layers as vLLM builds them from a quantization config, with nibble's
 kernel for few rows, whose operator computes its specification on the CPU. Cases are JSON on stdin,
-findings on stdout: the kernel as reported, and the errors against float64 of few rows and of many,
-or what refuses the case.
+findings on stdout: the kernel as reported, the errors against float64 of few rows and of many, and
+what the canary's comparison finds; or what refuses the case.
 
 vLLM's kernel for blocks on the CPU rearranges the weight: vLLM's for Hopper takes its place, which
 multiplies nothing there.
@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.support.in_vllm.e4m3_layers import quantization
 from tests.support.in_vllm.expert_layers import answer, enter_vllm
 
-ROWS, COLUMNS, FEW, MANY = (256, 128), 384, 16, 33
+ROWS, COLUMNS, FEW, MANY = (256, 128), 384, 8, 33
 PREFIX = "model.layers.0.mlp.gate_up_proj"
 
 
@@ -68,10 +68,12 @@ class _Case:
         rows: tuple[int, int] = ROWS,
         columns: int = COLUMNS,
         damage: bool = False,
+        fault: bool = False,
     ) -> None:
         from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
         self.generator, self.damage = torch.Generator().manual_seed(0), damage
+        self.fault = fault  # of the second part's weight
         self.layer: Any = MergedColumnParallelLinear(
             columns,
             list(rows),
@@ -86,12 +88,20 @@ class _Case:
 
     def found(self) -> dict[str, Any]:
         from nibble.engine.plugin.report.kernels_used import _linear
+        from nibble.engine.plugin.report.layer_checks import _weights
+        from nibble.engine.plugin.report.probes import make_probe
 
         values = self._fill()
         layer, method = self.layer, self.layer.quant_method
         bias = self.random(len(values)).bfloat16()
+        probe = make_probe(PREFIX, "", layer, FEW)
         method.process_weights_after_loading(layer)
         found: dict[str, Any] = {"kernel": _linear(layer)}
+        if self.fault:
+            layer.weight.data.view(torch.uint8)[:, ROWS[0] :] ^= 0x80
+        compared = list(_weights(probe, torch.device("cpu")))
+        found["forms"] = [result.form for result in compared]
+        found["problems"] = [result.problem for result in compared if result.problem]
         is_of_blocks = "BlockWise" in found["kernel"]
         for name, rows in (("few", FEW), ("one", 1), ("many", MANY)):
             if name == "many" and is_of_blocks:

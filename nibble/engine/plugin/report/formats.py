@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nibble.engine.plugin.experts import swiglu
 
-NVFP4_RANGE = 6 * 448  # the largest activation is its scale times this
+NVFP4_RANGE, FP8_RANGE = 6 * 448, 448  # the largest activation is its scale times this
 SIGMAS = 3.0  # random activations reach the range at this many standard deviations
 
 
@@ -52,12 +52,15 @@ def generator_of(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
-def random_input(name: str, rows: int, columns: int, largest_scale: Tensor | None) -> Tensor:
+def random_input(
+    name: str, rows: int, columns: int, largest_scale: Tensor | None, of_scale: float = NVFP4_RANGE
+) -> Tensor:
     """Normally distributed numbers [rows, columns] in the model's dtype.
 
-    largest_scale: the layer's input scale, whose range the numbers fill; None: deviation 1.
+    largest_scale: the layer's input scale, whose range, `of_scale` times it, the numbers fill;
+    None: deviation 1.
     """
-    deviation = 1.0 if largest_scale is None else float(largest_scale) * NVFP4_RANGE / SIGMAS
+    deviation = 1.0 if largest_scale is None else float(largest_scale) * of_scale / SIGMAS
     values = torch.randn(rows, columns, generator=generator_of(name), dtype=torch.float32)
     return (values * deviation).to(torch.get_default_dtype())
 

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from nibble.engine.contract.report import Part
 from nibble.engine.plugin.report.formats import (
+    FP8_RANGE,
     activation_arguments,
     codes_of,
     generator_of,
@@ -38,6 +39,7 @@ from nibble.engine.plugin.report.formats import (
 ROWS = 24
 OUTPUTS = 128  # of a further layer
 EXPERT_ROWS = 6
+BLOCK = 128  # rows and columns of an E4M3 weight that share a scale
 BUDGET_S = 2.0  # for further layers of a known kind
 
 
@@ -47,8 +49,9 @@ class Probe:
 
     x: [rows, K] in the model's dtype; routing: top-k weights and ids of experts.
     expected: format of activations -> float32 [rows, N]. The formats are "plain" for an unquantized
-    layer, else "bf16" and, if the checkpoint has scales for activations, FP4 formats. A weight-only
-    kernel may serve such a layer too. outputs: those that `expected` has; all without it.
+    layer, "bf16" and "fp8" for E4M3 weights, else "bf16" and, if the checkpoint has scales for
+    activations, FP4 formats. A weight-only kernel may serve such a layer too. outputs: those that
+    `expected` has; all without it.
     module: a weak reference. A head that the drafter drops for another one leaves the memory.
     """
 
@@ -123,6 +126,9 @@ def make_probe(name: str, kind: str, module: Any, rows: int) -> Probe:
         return _experts(name, kind, module)
     if type(module.quant_method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return _unquantized(name, kind, module, rows)
+    weight = getattr(module, "weight", None)
+    if weight is not None and weight.dtype == torch.float8_e4m3fn:
+        return _fp8(name, kind, module, rows)
     return _nvfp4(name, kind, module, rows)
 
 
@@ -172,6 +178,60 @@ def _nvfp4(name: str, kind: str, module: Any, rows: int) -> Probe:
     if largest is not None:
         expected["fp4"] = output(1 / largest)
     return Probe(name, "linear", kind, ref(module), x, expected, outputs=outputs)
+
+
+def _fp8(name: str, kind: str, module: Any, rows: int) -> Probe:
+    """E4M3 weights with activations as they are and rounded to E4M3, as W8A8 kernels do."""
+    weight = module.weight.data
+    is_of_blocks, factors = _fp8_factors(module)
+    outputs = _outputs(name, weight, rows)
+    stored = _chosen(weight.view(torch.uint8), outputs).view(weight.dtype)
+    values = stored.float() * _chosen(factors, outputs)
+    scale = getattr(module, "input_scale", None)
+    largest = None if scale is None else scale.data.float().max()
+    x = random_input(name, rows, weight.shape[1], largest, FP8_RANGE)
+    there = x.to(weight.device).float()
+    rounded = _rounded_to_e4m3(there, largest, BLOCK if is_of_blocks else weight.shape[1])
+    expected = {"bf16": (there @ values.T).cpu(), "fp8": (rounded @ values.T).cpu()}
+    return Probe(name, "linear", kind, ref(module), x, expected, outputs=outputs)
+
+
+def _fp8_factors(module: Any) -> tuple[bool, Tensor]:
+    """Whether scales are of blocks, and what to multiply codes [N, K] with: [N, K] or [N, 1].
+
+    Scales are of fused parts, of rows, or of 128 x 128 blocks. Raises Unknown for others.
+    """
+    rows, columns = module.weight.shape
+    scale = getattr(module, "weight_scale_inv", None)
+    scale = getattr(module, "weight_scale", None) if scale is None else scale
+    if scale is None or scale.dtype != torch.float32:
+        raise Unknown("no reference for this format")
+    scale, widths = scale.data, module.logical_widths
+    if scale.numel() in (1, len(widths)):
+        each = torch.tensor(widths, device=scale.device)
+        return False, scale.reshape(-1).expand(len(widths)).repeat_interleave(each)[:, None]
+    if scale.numel() == rows:
+        return False, scale.reshape(-1, 1)
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    if scale.squeeze().shape != torch.Size(size for size in blocks if size > 1):
+        raise Unknown("no reference for this format")
+    of_rows = scale.reshape(blocks).repeat_interleave(BLOCK, 0)[:rows]
+    return True, of_rows.repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def _rounded_to_e4m3(x: Tensor, scale: Tensor | None, group: int) -> Tensor:
+    """x by a scale of the checkpoint, or by one for each `group` columns of a row."""
+    if scale is None:
+        parts = x.split(group, dim=-1)
+        return torch.cat(
+            [_to_e4m3(part, part.abs().amax(-1, True) / FP8_RANGE) for part in parts], -1
+        )
+    return _to_e4m3(x, scale)
+
+
+def _to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return (x / scale).clamp(-FP8_RANGE, FP8_RANGE).to(torch.float8_e4m3fn).float() * scale
 
 
 def _experts(name: str, kind: str, module: Any) -> Probe:
