@@ -69,15 +69,18 @@ def multiply(library: ctypes.CDLL, kernels: object) -> Multiply:
         late: bool = True,
         column_scale: Tensor | None = None,
         bias: Tensor | None = None,
+        residual: Tensor | None = None,
         silu_mul: bool = False,
+        most_tokens: int = 512,
     ) -> Tensor:
         tile, _, rows, columns, blocks = case
         prepared = prepare_weight(*weight, native=True)
         tokens = len(x[0])
         out = torch.full((tokens, rows // (2 if silu_mul else 1)), float("nan"), dtype=dtype)
-        tensors = (*x, prepared.codes, prepared.scales, column_scale, bias, out)
+        tensors = (*x, prepared.codes, prepared.scales, column_scale, bias, residual, out)
         arguments: list[Any] = [late, dtype == torch.bfloat16, tile, *pointers(*tensors)]
         arguments += [ctypes.c_float(GLOBAL_SCALE), tokens, rows, columns, blocks, silu_mul]
+        arguments.append(most_tokens)
         library.multiply_w4a4_on_the_host(*arguments)
         return out
 
@@ -118,6 +121,41 @@ def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply) -> None:
     gate, up = (GLOBAL_SCALE * values @ values_of(*weight).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_a_residual_is_added_to_what_is_rounded(multiply: Multiply, silu_mul: bool) -> None:
+    case = (32, 40, 264, 1056, 5)
+    _, tokens, rows, columns, _ = case
+    weight = packed_weight(rows, columns)
+    *x, _ = quantized(activations(tokens, columns, torch.bfloat16))
+    residual = torch.randn(tokens, rows // (2 if silu_mul else 1)).bfloat16()
+    alone = multiply(case, x, weight, silu_mul=silu_mul)
+    together = multiply(case, x, weight, residual=residual, silu_mul=silu_mul)
+    assert_same_bits((together,), (alone + residual,))
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_slices_of_x_give_the_rows_of_the_whole(multiply: Multiply, silu_mul: bool) -> None:
+    """300 tokens in slices of 128: the third begins in the third tile of scales. K has an odd
+    number of tiles, and one block a unit adds in the same order.
+    """
+    rows, columns, tokens = 48, 160, 300
+    weight = packed_weight(rows, columns)
+    *x, _ = quantized(activations(tokens, columns, torch.bfloat16))
+    residual = torch.randn(tokens, rows // (2 if silu_mul else 1)).bfloat16()
+    whole, sliced = (
+        multiply(
+            (64, tokens, rows, columns, 1),
+            x,
+            weight,
+            residual=residual,
+            silu_mul=silu_mul,
+            most_tokens=most,
+        )
+        for most in (512, 128)
+    )
+    assert_same_bits((sliced,), (whole,))
 
 
 def test_a_token_changes_no_other(multiply: Multiply) -> None:
