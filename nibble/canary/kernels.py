@@ -17,6 +17,8 @@ from nibble.engine.contract import (
     GPU_E4M3_EXPERTS,
     GPU_EXPERTS,
     GPU_LINEAR,
+    GPU_W4A4_EXPERTS,
+    GPU_W4A4_LINEAR,
     OUR_CLASSES,
 )
 from nibble.errors import ExitCode, NibbleError
@@ -38,8 +40,8 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
 OUR_KERNELS = {
-    "linear": (GPU_LINEAR,),
-    "moe": (*GPU_EXPERTS, *GPU_E4M3_EXPERTS),
+    "linear": (GPU_LINEAR, GPU_W4A4_LINEAR),
+    "moe": (*GPU_EXPERTS, *GPU_W4A4_EXPERTS, *GPU_E4M3_EXPERTS),
     "attention": (ATTENTION,),
 }
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
