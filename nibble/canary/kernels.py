@@ -23,7 +23,9 @@ from nibble.engine.contract import (
 )
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import values_of
+from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.nvfp4_options import asked as plugin_options
+from nibble.plan.nvfp4_options import with_served_activations
 from nibble.plan.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
 from nibble.recipes.rules import in_effect
 
@@ -40,10 +42,12 @@ BACKEND_FLAGS: Mapping[str, str] = {
 # NvFp4MoeBackend.EMULATION, FLEX_ATTENTION (written in torch, compiled by Triton), TORCH_SDPA.
 SLOW = ("emulation", "naive", "flexattention", "torchsdpa", "torchnvfp4")
 OUR_KERNELS = {
-    "linear": (GPU_LINEAR, GPU_W4A4_LINEAR),
-    "moe": (*GPU_EXPERTS, *GPU_W4A4_EXPERTS, *GPU_E4M3_EXPERTS),
+    "linear": (GPU_LINEAR,),
+    "moe": (*GPU_EXPERTS, *GPU_E4M3_EXPERTS),
     "attention": (ATTENTION,),
 }
+# Where nibble's kernels multiply FP4 activations: beside those for BF16, as of the output head.
+OUR_FP4_KERNELS = {"linear": (GPU_W4A4_LINEAR,), "moe": GPU_W4A4_EXPERTS}
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
@@ -120,7 +124,9 @@ def _backend(
         # Layers of some shapes may keep vLLM's kernel.
         may_mix = part != "attention" and chosen.get("vllm_shapes")
         others = plan.target.expected.get(part, ()) if may_mix else ()
-        allowed = tuple(dict.fromkeys((*OUR_KERNELS[part], *others)))
+        served = with_served_activations(plan.checkpoint, flags)
+        in_fp4 = OUR_FP4_KERNELS.get(part, ()) if serves_in_fp4(served, plan.target) else ()
+        allowed = tuple(dict.fromkeys((*in_fp4, *OUR_KERNELS[part], *others)))
         return Expectation(part, allowed, f"{part}_kernel of --additional-config")
     expected = _vllms(part, flag, plan, flags, variables)
     if part == "attention" and chosen.get("attention_kernel") == "few" and expected.allowed:

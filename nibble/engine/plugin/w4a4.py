@@ -178,8 +178,8 @@ def _check_input_scale(layer: Any, what: str, scales: Tensor) -> None:
     """
     if weights_are_real() and not (scales.isfinite() & (scales > 0)).all():
         raise ValueError(
-            f"{name_of(layer)} has {what} that is not a positive number; {BF16_ACTIVATIONS} to serve"
-            " the model without"
+            f"{name_of(layer)} has {what} that is not a positive number; {BF16_ACTIVATIONS} to"
+            " serve the model without"
         )
 
 

@@ -65,9 +65,7 @@ def _as_on_an_h200() -> None:
 
 
 def _finding(case: dict[str, Any]) -> float | str:
-    from vllm.config import set_current_vllm_config
-
-    from vllm.config import KernelConfig, VllmConfig
+    from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
 
     flags: dict[str, Any] = {"moe_backend": case.pop("backend", "auto")}
     ours = {"moe_kernel": "nibble"} if case.get("form", "").endswith("fp4") else {}

@@ -42,7 +42,6 @@ def main() -> None:
 
 def _finding(case: dict[str, Any]) -> Any:
     from nibble_kernels.merge import ScaleError
-
     from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
 
     flags: dict[str, Any] = {"linear_backend": case.pop("backend", "auto")}
@@ -93,9 +92,7 @@ class _Case:
         self.random = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float32)
         form_config: Any = quantization(form, True, ())  # type: ignore[arg-type]
         kind: Any = (
-            ModelOptNvFp4Config
-            if form == "modelopt"
-            else vllm_compressed.CompressedTensorsConfig
+            ModelOptNvFp4Config if form == "modelopt" else vllm_compressed.CompressedTensorsConfig
         )
         torch.set_default_dtype(self.dtype)
         self.layer: Any = MergedColumnParallelLinear(
