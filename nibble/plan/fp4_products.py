@@ -23,10 +23,10 @@ def serves_in_fp4(checkpoint: Checkpoint | None, target: Target) -> bool:
     the activations that the server uses.
     """
     return (
-        checkpoint is not None
+        has_our_fp4_products(target)
+        and checkpoint is not None
         and checkpoint.scheme.is_nvfp4
         and "fp4" in checkpoint.scheme.activations.split("+")
-        and has_our_fp4_products(target)
     )
 
 

@@ -176,3 +176,15 @@ def untiled(scales: Tensor, tokens: int, columns: int) -> Tensor:
     from nibble_kernels.scale_layout import untile
 
     return untile(scales, tokens, columns // 16)
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 2048, 8192])
+def test_the_plan_counts_the_workspace(library: ctypes.CDLL, tokens: int) -> None:
+    """Codes and scales as the quantization gives them, and the sums of 48 multiprocessors."""
+    from nibble_kernels.activation_quant.reference import nvfp4_quant
+
+    from nibble.plan.w4a4_memory import linear_bytes
+
+    codes, scales = nvfp4_quant(torch.zeros(tokens, 416), torch.ones(()), True, True)
+    sums = 48 * library.sum_bytes_of_a_block()
+    assert linear_bytes((256, 416), tokens, 48) == codes.nbytes + scales.nbytes + sums

@@ -39,6 +39,9 @@ void run_slices(uint32_t tokens_of_a_tile, const Problem& p, uint32_t blocks, ui
 
 }  // namespace
 
+// Of the largest form, with its flags.
+extern "C" uint32_t sum_bytes_of_a_block() { return Many::kSlots * kLanes * 16 + kWarps * 4; }
+
 extern "C" void multiply_w4a4_on_the_host(bool late, bool bfloat, uint32_t tokens_of_a_tile, const void* x,
                                           const void* x_scales, const void* codes, const void* scales,
                                           const void* column_scale, const void* bias,
