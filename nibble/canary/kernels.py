@@ -25,7 +25,6 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import values_of
 from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.nvfp4_options import asked as plugin_options
-from nibble.plan.nvfp4_options import with_served_activations
 from nibble.plan.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
 from nibble.recipes.rules import in_effect
 
@@ -124,8 +123,8 @@ def _backend(
         # Layers of some shapes may keep vLLM's kernel.
         may_mix = part != "attention" and chosen.get("vllm_shapes")
         others = plan.target.expected.get(part, ()) if may_mix else ()
-        served = with_served_activations(plan.checkpoint, flags)
-        in_fp4 = OUR_FP4_KERNELS.get(part, ()) if serves_in_fp4(served, plan.target) else ()
+        is_in_fp4 = serves_in_fp4(plan.checkpoint, plan.target)
+        in_fp4 = OUR_FP4_KERNELS.get(part, ()) if is_in_fp4 else ()
         allowed = tuple(dict.fromkeys((*in_fp4, *OUR_KERNELS[part], *others)))
         return Expectation(part, allowed, f"{part}_kernel of --additional-config")
     expected = _vllms(part, flag, plan, flags, variables)

@@ -26,6 +26,7 @@ def serves_in_fp4(checkpoint: Checkpoint | None, target: Target) -> bool:
         has_our_fp4_products(target)
         and checkpoint is not None
         and checkpoint.scheme.is_nvfp4
+        and checkpoint.scheme.vllm_quantization != "quartet2"  # has its own products
         and "fp4" in checkpoint.scheme.activations.split("+")
     )
 

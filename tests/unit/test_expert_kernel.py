@@ -364,6 +364,13 @@ def test_a_fault_of_the_w4a4_experts_or_of_a_part_is_named(
     assert kernel(found) == "vllm" and f"{name}: wrong" in why(found)
 
 
+def test_nibbles_w4a4_experts_replace_those_of_vllms_that_are_wrong(
+    blackwell: Machine, w4a4: Path
+) -> None:
+    blackwell.measured_experts(w4a4, "sm120", None, form="fp4", vllm="crashed")
+    assert kernel(blackwell.plan(w4a4)) == "nibble"
+
+
 def test_a_first_start_tries_the_w4a4_experts_beside_vllms(
     blackwell: Machine, w4a4: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from nibble.canary.kernels import expectations
 from nibble.engine import installed
+from nibble.errors import NibbleError
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.paths import root
 from nibble.plan import gather as prepare
@@ -193,6 +194,11 @@ def quartet2(tmp_path: Path) -> Path:
 
 def test_quartet_ii_takes_nibbles_kernel(quartet2: Path) -> None:
     assert reason(plan(quartet2, MAX_NUM_SEQS="64"), "nibble") == FOR_ALL_ROWS
+
+
+def test_quartet_ii_keeps_its_own_fp4_products_on_sm12x(quartet2: Path) -> None:
+    with pytest.raises(NibbleError, match="has them in FP4 on gb10"):
+        plan(quartet2, "--linear-kernel", "nibble", target="gb10")
 
 
 def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(

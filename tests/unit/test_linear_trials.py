@@ -391,6 +391,13 @@ def test_what_keeps_auto_from_the_w4a4_kernel_is_named(
         assert not found.linear_kernels.tries_ours
 
 
+def test_quartet_ii_has_no_trials_of_the_w4a4_kernel(blackwell: Machine, tmp_path: Path) -> None:
+    config = {"model_type": "cloverlm", "architectures": ["CloverLMForCausalLM"]}
+    folder = write_checkpoint(tmp_path / "quartet2", tensors("quartet2"), config)
+    (folder / "a.vocab").touch()
+    assert not blackwell.plan(folder).linear_kernels.tries_ours
+
+
 def test_the_workspace_of_the_w4a4_kernel_is_in_the_budget(blackwell: Machine, w4a4: Path) -> None:
     def workspace(*words: str) -> int:
         return blackwell.plan(w4a4, *words).budget.workspace_bytes
