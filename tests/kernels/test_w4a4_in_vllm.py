@@ -22,7 +22,7 @@ FLIPPED_CODES = 0.2  # nats on average over the tokens
 Case = dict[str, Any]
 OURS = "NibbleNvFp4W4A4LinearKernel"
 LIMIT = 0.004  # one rounding to BF16, or two
-UNEQUAL = {"weight_scales": [0.01, 0.013]}  # whose ratio is no block scale's: column factors
+UNEQUAL = {"weight_scales": [0.01, 0.013]}  # whose ratio no block scale can take: column factors
 FORMS: tuple[Form, ...] = ("modelopt", "compressed-tensors")
 SERVED: list[Case] = [
     *({"form": form, "rows": rows} for form in FORMS for rows in (1, 17, 600)),
@@ -89,6 +89,18 @@ def test_what_the_kernel_does_not_take_is_refused_by_name(
     found: dict[str, Any], case: Case, why: str
 ) -> None:
     assert why in str(found[str(case)])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_layers_compute_vllms_formula(installed: Any) -> None:
+    """Emulated where the GPU has no FP4 products; from CUDA graphs too."""
+    graphed = [{"form": "modelopt", "rows": rows, "graphed": True} for rows in (1, 17, 600)]
+    words = ["-m", "tests.support.in_vllm.w4a4_layers", "cuda"]
+    cases = [*SERVED, *graphed, {"form": "modelopt", "capability": 9}]
+    *found, (name, error) = findings(installed, words, cases)
+    for case, (kernel, off) in zip(cases, found, strict=False):
+        assert kernel == OURS and off < LIMIT, case
+    assert name == "NibbleNvFp4LinearKernel" and error > 10 * LIMIT
 
 
 # --- whole models ---

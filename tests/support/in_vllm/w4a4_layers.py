@@ -1,12 +1,15 @@
 """Run as a program: fused linear layers of W4A4 checkpoints as vLLM builds and loads them, with
-nibble's kernel for FP4 activations, whose operator computes its specification on the CPU. Cases are
-JSON on stdin, findings on stdout: the kernel's class and its error against vLLM's formula in
-float64, or what refuses the case.
+nibble's kernel for FP4 activations. With the word `cuda` on a GPU, whatever its products are; else
+on the CPU, where the operator computes its specification. Cases are JSON on stdin, findings on
+stdout: the kernel's class and its error against vLLM's formula in float64, or what refuses the
+case.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from tests.support.in_vllm.expert_layers import answer
 from tests.support.models.generated_nvfp4 import quantization
 
 COLUMNS, WIDTHS = 96, (40, 24)
+DEVICE = "cuda" if "cuda" in sys.argv[1:] else "cpu"
 PARTS = {"modelopt": ("weight", "weight_scale_2", "input_scale")}
 PARTS["compressed-tensors"] = ("weight_packed", "weight_global_scale", "input_global_scale")
 
@@ -25,16 +29,17 @@ def main() -> None:
     os.environ["VLLM_PLUGINS"] = ""
     from nibble.trials.worker.vllm_layers import enter_world
 
-    enter_world("cpu")
+    enter_world(DEVICE)
     from nibble.engine.plugin import cuda, w4a4
     from nibble.engine.plugin.install import _install_linear
 
     _install_linear()
-    cuda.runs_here = lambda: (True, None)
-    w4a4.current_platform = SimpleNamespace(  # type: ignore[assignment]
+    if DEVICE == "cpu":
+        cuda.runs_here = lambda: (True, None)
+    w4a4.current_platform = SimpleNamespace(
         is_cuda=lambda: True, get_device_capability=lambda: (_Case.capability, 0)
     )
-    cuda.current_platform = SimpleNamespace(  # type: ignore[assignment]
+    cuda.current_platform = SimpleNamespace(
         has_device_capability=lambda number: number <= 10 * _Case.capability
     )
     answer(_finding)
@@ -71,6 +76,7 @@ class _Case:
         dtype: str = "bfloat16",
         capability: int = 12,
         compiled: bool = False,
+        graphed: bool = False,
         residual: bool = False,
         silu_mul: bool = False,
         bad: str = "",
@@ -85,7 +91,7 @@ class _Case:
         _Case.capability = capability
         self.form, self.rows, self.widths, self.columns = form, rows, tuple(widths), columns
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.compiled, self.bad = compiled, bad
+        self.compiled, self.graphed, self.bad = compiled, graphed, bad
         self.adds, self.silu_mul = residual, silu_mul
         self.weight_scales, self.input_scales = weight_scales, input_scales
         generator = torch.Generator().manual_seed(self.number)
@@ -95,14 +101,15 @@ class _Case:
             ModelOptNvFp4Config if form == "modelopt" else vllm_compressed.CompressedTensorsConfig
         )
         torch.set_default_dtype(self.dtype)
-        self.layer: Any = MergedColumnParallelLinear(
-            columns,
-            list(self.widths),
-            bias=bias,
-            quant_config=kind.from_config(form_config),
-            prefix=f"model.layers.{self.number}.mlp.gate_up_proj",
-            params_dtype=self.dtype,
-        )
+        with torch.device(DEVICE):
+            self.layer: Any = MergedColumnParallelLinear(
+                columns,
+                list(self.widths),
+                bias=bias,
+                quant_config=kind.from_config(form_config),
+                prefix=f"model.layers.{self.number}.mlp.gate_up_proj",
+                params_dtype=self.dtype,
+            )
         torch.set_default_dtype(torch.float32)
 
     def finding(self) -> tuple[str, float]:
@@ -117,6 +124,7 @@ class _Case:
         residual = None
         if self.adds:
             residual = self.random(self.rows, width // (2 if self.silu_mul else 1)).to(self.dtype)
+            residual = residual.to(DEVICE)
 
         def product(x: Tensor) -> Tensor:
             if self.adds or self.silu_mul:
@@ -126,13 +134,14 @@ class _Case:
 
         if self.compiled:
             product = torch.compile(product, backend="aot_eager", dynamic=True, fullgraph=True)
-        y = product(x).double()
+        there = x.to(DEVICE)
+        y = (in_a_graph(product, there) if self.graphed else product(there)).cpu().double()
         right = self._stored(x) @ weight.T + bias
         if self.silu_mul:
             gate, up = right.chunk(2, dim=-1)
             right = torch.nn.functional.silu(gate) * up
         if residual is not None:
-            right = right + residual.double()
+            right = right + residual.cpu().double()
         return type(kernel).__name__, float(((y - right).norm(dim=-1) / right.norm(dim=-1)).max())
 
     def _stored(self, x: Tensor) -> Tensor:
@@ -172,8 +181,23 @@ class _Case:
         bias = torch.zeros(sum(self.widths), dtype=torch.float64)
         if self.layer.bias is not None:
             self.layer.bias.data.copy_(self.random(len(bias)))
-            bias = self.layer.bias.data.double().clone()
+            bias = self.layer.bias.data.cpu().double()
         return torch.cat(found), bias
+
+
+def in_a_graph(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The result of the second replay of a CUDA graph, whose input the first did not have."""
+    given = torch.zeros_like(x)
+    product(given)  # what is found out at the first call
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = product(given)
+    graph.replay()
+    given.copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    return y
 
 
 if __name__ == "__main__":

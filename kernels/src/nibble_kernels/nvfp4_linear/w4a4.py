@@ -183,13 +183,18 @@ def _check(weight: PreparedWeight, dtype: torch.dtype, columns: int) -> None:
         raise ValueError(f"rows must have a multiple of {COLUMN_MULTIPLE} columns; got {columns}")
 
 
-class ProductOptions(TypedDict, total=False):
-    """Options of nvfp4_w4a4_product, which describes them."""
+class SumOptions(TypedDict, total=False):
+    """Options of nvfp4_w4a4_product, which describes them, without the residual."""
 
     column_scale: Tensor | None
     bias: Tensor | None
-    residual: Tensor | None
     silu_mul: bool
+
+
+class ProductOptions(SumOptions, total=False):
+    """All options of nvfp4_w4a4_product."""
+
+    residual: Tensor | None
 
 
 def nvfp4_w4a4_weight_linear(
@@ -243,7 +248,7 @@ def add_rmsnorm_nvfp4_w4a4_linear(
     epsilon: float,
     weight: PreparedWeight,
     global_scale: float,
-    **options: Unpack[ProductOptions],
+    **options: Unpack[SumOptions],
 ) -> tuple[Tensor, Tensor]:
     """nvfp4_w4a4_product of RMSNorm(x + residual) · norm_weight, and x + residual."""
     codes, scales, total = add_rmsnorm_nvfp4_quant(
