@@ -174,6 +174,18 @@ def test_residuals_and_silu_come_with_its_products(installed: Path, tmp_path: Pa
     assert chained == [[], layers]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_model_answers_as_with_vllms_emulation(installed: Path, tmp_path: Path) -> None:
+    """Step by step, and compiled with CUDA graphs."""
+    folder = write_checkpoint(tmp_path / "model", SHAPE, "modelopt", w4a4=True)
+    emulation = {"kernel_config": {"linear_backend": "emulation"}, "enforce_eager": True}
+    ways = (emulation, EAGER | BY_OPTION, BY_OPTION | {"enforce_eager": False})
+    jobs: list[vllm_logprobs.Job] = [(str(folder), OPTIONS | way, PROMPT * 13) for way in ways]
+    (theirs, *ours), kernels = answers(installed, tmp_path, jobs)
+    assert kernels[1:] == [{OURS: LAYERS}] * 2
+    assert all(mean_difference(theirs, each) < FLIPPED_CODES for each in ours)
+
+
 @pytest.mark.slow
 def test_compiled_it_answers_as_step_by_step(installed: Path, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", SHAPE, "modelopt", w4a4=True)
