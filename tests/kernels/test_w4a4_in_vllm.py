@@ -178,7 +178,7 @@ def test_residuals_and_silu_come_with_its_products(installed: Path, tmp_path: Pa
 def test_on_a_gpu_a_model_answers_as_with_vllms_emulation(installed: Path, tmp_path: Path) -> None:
     """Step by step, and compiled with CUDA graphs."""
     folder = write_checkpoint(tmp_path / "model", SHAPE, "modelopt", w4a4=True)
-    emulation = {"kernel_config": {"linear_backend": "emulation"}, "enforce_eager": True}
+    emulation = {"linear_backend": "emulation", "enforce_eager": True}
     ways = (emulation, EAGER | BY_OPTION, BY_OPTION | {"enforce_eager": False})
     jobs: list[vllm_logprobs.Job] = [(str(folder), OPTIONS | way, PROMPT * 13) for way in ways]
     (theirs, *ours), kernels = answers(installed, tmp_path, jobs)
