@@ -124,9 +124,14 @@ def write_shape(folder: Path, name: str, layers: int = 0) -> None:
     else:
         hidden, intermediate, all_layers, heads, kv, experts, *chosen = SHAPES[name]
         form = "bf16" if name == "bf16" else "modelopt"
-        kind, head_dim = (HybridShape, 256) if name == "35b-a3b" else (Shape, 128)
+        is_hybrid = name == "35b-a3b"
+        head_dim = 256 if is_hybrid else 128
         sizes = (hidden, intermediate, layers or all_layers, heads, kv, head_dim, VOCABULARY)
-        shape = kind(*sizes, experts, *chosen)
+        shape = (
+            HybridShape(*sizes, experts, *chosen, has_fp8=True)
+            if is_hybrid
+            else Shape(*sizes, experts, *chosen)
+        )
         write_checkpoint(folder, shape, form, w4a4=form != "bf16")
     for path in (ROOT / "models" / "nibble-demo-nvfp4").iterdir():
         if path.name.startswith("tokenizer") or path.suffix == ".jinja":

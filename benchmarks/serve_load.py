@@ -6,7 +6,7 @@
         [--out benchmarks/results/serve_load_8b_h200.json]
 
 --shape 30b-a3b has Qwen3-30B-A3B's experts, 35b-a3b those of Qwen3.6-35B-A3B with its linear
-attention.
+attention, whose products are FP8 as in the published checkpoint.
 
 Both servers run at the same time on one GPU and answer in turns. Each gets its KV cache in bytes
 and a part of the memory, so that both fit, and a port from LOAD_FIRST_PORT (9111) on. The model has

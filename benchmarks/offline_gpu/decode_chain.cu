@@ -1,11 +1,13 @@
 // Time of the decode kernel in a layer of Qwen3-8B's shape: its four products one after the other in a CUDA graph,
 // each of which may begin while the one before ends, then each product alone. Without torch.
 //
-//   nvcc -std=c++20 -O3 -fmad=false --expt-relaxed-constexpr -arch=sm_90a -I kernels/src/nibble_kernels \
-//     -I kernels/src/nibble_kernels/include -o decode_chain benchmarks/offline_gpu/decode_chain.cu
+//   nvcc -std=c++20 -O3 -fmad=false --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a \
+//     -I kernels/src/nibble_kernels -I kernels/src/nibble_kernels/include -o decode_chain \
+//     benchmarks/offline_gpu/decode_chain.cu
 //   ./decode_chain
 //
-// Weights are random and differ from layer to layer; `o` and `down` add a residual. Medians, in µs a layer.
+// Weights are random and differ from layer to layer; `o` and `down` add a residual. One or two blocks of a cluster divide
+// the columns, whichever is faster alone. Medians, in µs a layer.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -15,7 +17,7 @@
 #include "nvfp4_linear/decode.cuh"
 
 using namespace nibble::decode;
-using Few = LargeForms::Few;
+using nibble::BfloatOperand;
 
 namespace {
 
@@ -27,10 +29,12 @@ void check(cudaError_t error) {
   std::exit(1);
 }
 
-__global__ void __launch_bounds__(Few::kThreads, 1) multiply(const __grid_constant__ Problem problem) {
+template <class Form>
+__global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_constant__ Problem problem) {
   extern __shared__ uint4 shared[];
-  const Share share = share_of(problem.groups, blockIdx.x, gridDim.x, problem.groups_per_cluster);
-  Multiplier<__nv_bfloat16, nibble::BfloatOperand, Few>(problem, share, shared).run();
+  const Share share = share_of(problem.groups, blockIdx.x / problem.ranks, gridDim.x / problem.ranks,
+                               problem.groups_per_cluster);
+  Multiplier<__nv_bfloat16, BfloatOperand, Form>(problem, share, shared).run();
 }
 
 struct Shape {
@@ -51,7 +55,7 @@ struct Buffers {
   uint32_t multiprocessors, shared_bytes;
 };
 
-void launch(const Buffers& buffers, const Shape& shape, size_t weight, uint32_t tokens, bool swap) {
+Problem problem_of(const Buffers& buffers, const Shape& shape, size_t weight, uint32_t tokens, bool swap) {
   constexpr size_t kStep = 4 << 20;
   Problem p{};
   p.x = reinterpret_cast<const uint4*>(buffers.activations + swap * kStep);
@@ -61,18 +65,32 @@ void launch(const Buffers& buffers, const Shape& shape, size_t weight, uint32_t 
   p.scales = reinterpret_cast<const uint32_t*>(buffers.weights + weight + shape.code_bytes());
   p.upper_global_scale = p.lower_global_scale = 1e-3f;
   p.tokens = tokens, p.outputs = shape.outputs, p.columns = shape.columns, p.silu_mul = shape.silu_mul;
-  p.chunks = p.chunks_per_phase = shape.columns / kChunk, p.groups = shape.outputs / (2 * kGroup), p.ranks = 1;
-  const uint32_t blocks = std::min(buffers.multiprocessors, p.groups);
-  p.groups_per_cluster = p.groups / blocks;
-  const uint32_t bytes = std::max(Few::shared_bytes(p.chunks, tokens, false), buffers.shared_bytes / 2 + 1024);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  p.chunks = shape.columns / kChunk, p.groups = shape.outputs / (2 * kGroup);
+  return p;
+}
+
+// `ranks` blocks divide the columns.
+template <class Form>
+void launch(const Buffers& buffers, Problem p, uint32_t ranks) {
+  const auto up = [](uint32_t a, uint32_t b) { return (a + b - 1) / b; };
+  const uint32_t chunks = up(p.chunks, ranks), clusters = std::min(buffers.multiprocessors / ranks, p.groups);
+  const uint32_t fixed = Form::shared_bytes(0, p.tokens, true),
+                 each = Form::shared_bytes(1, p.tokens, true) - fixed;
+  p.ranks = ranks;
+  p.chunks_per_phase = up(chunks, up(chunks, (buffers.shared_bytes - fixed) / each));
+  p.groups_per_cluster = p.groups / clusters;
+  const uint32_t bytes =
+      std::max(Form::shared_bytes(p.chunks_per_phase, p.tokens, true), buffers.shared_bytes / 2 + 1024);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {ranks, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = blocks, config.blockDim = Few::kThreads, config.dynamicSmemBytes = bytes;
-  config.stream = buffers.stream, config.attrs = &early, config.numAttrs = 1;
-  check(cudaFuncSetAttribute(multiply, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  check(cudaLaunchKernelEx(&config, multiply, p));
+  config.gridDim = clusters * ranks, config.blockDim = Form::kThreads, config.dynamicSmemBytes = bytes;
+  config.stream = buffers.stream, config.attrs = attributes, config.numAttrs = ranks > 1 ? 2 : 1;
+  check(cudaFuncSetAttribute(multiply<Form>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  check(cudaLaunchKernelEx(&config, multiply<Form>, p));
 }
 
 float microseconds(const Buffers& buffers, const std::function<void()>& enqueue) {
@@ -119,25 +137,37 @@ int main() {
   check(cudaStreamCreate(&buffers.stream));
   std::printf("%s\ntokens  layer", device.name);
   for (const Shape& shape : kShapes) std::printf("%9s", shape.name);
-  for (const uint32_t tokens : {1, 2, 4, 8}) {
-    const auto run = [&](const Shape* only) {
-      bool swap = false;
-      for (int layer = 0; layer < kLayers; ++layer) {
-        size_t weight = layer * layer_bytes;
-        for (const Shape& shape : kShapes) {
-          if (!only || only == &shape) launch(buffers, shape, weight, tokens, swap);
-          swap = !swap;
-          weight += shape.bytes();
+  const auto print = [&]<class Form>(uint32_t tokens) {
+    uint32_t ranks[4] = {1, 1, 1, 1};
+    const auto time = [&](int only) {  // of a layer, or of one of its products
+      return microseconds(buffers, [&] {
+        bool swap = false;
+        for (int layer = 0; layer < kLayers; ++layer) {
+          size_t weight = layer * layer_bytes;
+          for (int i = 0; i < 4; ++i) {
+            if (only < 0 || only == i)
+              launch<Form>(buffers, problem_of(buffers, kShapes[i], weight, tokens, swap), ranks[i]);
+            swap = !swap;
+            weight += kShapes[i].bytes();
+          }
         }
-      }
+      });
     };
-    const bool fits = Few::shared_bytes(kShapes[3].columns / kChunk, tokens, false) <= buffers.shared_bytes;
-    std::printf("\n%6u", tokens);
-    if (fits) std::printf("%7.2f", microseconds(buffers, [&] { run(nullptr); }));
-    for (const Shape& shape : kShapes) {
-      if (Few::shared_bytes(shape.columns / kChunk, tokens, false) > buffers.shared_bytes) continue;
-      std::printf("%9.2f", microseconds(buffers, [&] { run(&shape); }));
+    float alone[4];
+    for (int i = 0; i < 4; ++i) {
+      alone[i] = time(i);
+      ranks[i] = 2;
+      const float in_two = time(i);
+      if (in_two < alone[i]) {
+        alone[i] = in_two;
+      } else {
+        ranks[i] = 1;
+      }
     }
-  }
+    std::printf("\n%6u%7.2f", tokens, time(-1));
+    for (const float us : alone) std::printf("%9.2f", us);
+  };
+  for (const uint32_t tokens : {1, 2, 4, 8}) print.template operator()<LargeForms::Few>(tokens);
+  print.template operator()<LargeForms::Some>(16);
   std::printf("\n");
 }

@@ -145,9 +145,8 @@ def _chosen(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
     if inputs.target.name not in TARGETS:
         reason = f"nibble's kernel is tested only on {' and '.join(TARGETS)}"
         if serves_in_fp4(checkpoint, inputs.target):
-            reason = (
-                f"nibble's W4A4 kernel has not been measured in a server on {inputs.target.name}"
-            )
+            where = inputs.target.name
+            reason = f"nibble's W4A4 kernel has not been measured in a server on {where}"
         return Choice("vllm", source, _fp4_obstacle(inputs, values) or reason)
     if obstacle := _obstacle(inputs, values):
         return Choice("vllm", source, obstacle)

@@ -18,6 +18,7 @@ from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
 from nibble.plan.cpu_engine import layer_operators, prompt_chunk
 from nibble.plan.draft_head import choose_draft_head, draft_head_flags
+from nibble.plan.e4m3_linear import choose_e4m3_linear, e4m3_linear_flags
 from nibble.plan.environment import decide_environment, on_hub
 from nibble.plan.expert_kernel import check_experts, choose_expert_kernel, expert_kernel_flags
 from nibble.plan.inputs import PlanInputs
@@ -134,6 +135,11 @@ def _topology(situation: Situation) -> Decision:
     return Decision({name: Choice(value, OURS, why) for name, (value, why) in flags.items()})
 
 
+def _e4m3_linear(situation: Situation) -> Decision:
+    chosen = choose_e4m3_linear(situation.served, situation.flags)
+    return Decision(e4m3_linear_flags(chosen, situation.flags), e4m3_linear=chosen)
+
+
 def _linear_kernel(situation: Situation) -> Decision:
     kernels = choose_linear_kernel(situation.served, situation.flags)
     return Decision(
@@ -238,6 +244,7 @@ DECIDERS: tuple[Decider, ...] = (
     _topology,
     weigh_risks,
     yield_to_our_kernels,
+    _e4m3_linear,  # before the plan names a kernel of NVFP4 layers
     _linear_kernel,
     _expert_kernel,
     _draft_head,
@@ -326,6 +333,8 @@ def _choices(situation: Situation) -> Choices:
     choices = {"target": inputs.target_choice, **choices, "recipe": _recipe_choice(inputs)}
     if (linear_kernel := situation.linear_kernels.choice) is not None:
         choices["linear_kernel"] = linear_kernel
+    if situation.e4m3_linear is not None:
+        choices["e4m3_linear"] = situation.e4m3_linear
     if (expert_kernel := situation.expert_kernels.choice) is not None:
         choices["moe_kernel"] = expert_kernel
     if situation.draft_head is not None:

@@ -159,12 +159,12 @@ def test_lengths_at_the_edges_of_the_division(
     here = case.on("cuda")
     expected = exact(here).cpu()
     for form in FORMS:
-        assert_close(attend(here, most_clustered=form), expected, case)
+        assert_close(attend(here, **FORMS[form]), expected, case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-def test_a_small_workspace_takes_several_launches(kernels: ModuleType, form: int) -> None:
+def test_a_small_workspace_takes_several_launches(kernels: ModuleType, form: str) -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
     case = make_case([3000, 17, 0, 2000, 1500, 64, 1800], kv_heads=2, fp8=True).on("cuda")
@@ -172,7 +172,7 @@ def test_a_small_workspace_takes_several_launches(kernels: ModuleType, form: int
         decode_attention(
             case.query, case.cache, case.pages, case.lengths, case.query_begins,
             make_workspace(
-                sequences, 2, case.query.shape[1] // 2, case.query.shape[2], most_clustered=form
+                sequences, 2, case.query.shape[1] // 2, case.query.shape[2], **FORMS[form]
             ),
             scale=case.scale,
         )

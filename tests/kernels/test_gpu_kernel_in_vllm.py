@@ -239,6 +239,37 @@ def test_a_shared_experts_gate_comes_with_the_router(installed: Path, tmp_path: 
         assert largest_difference(one, other) < BF16_ROUNDING
 
 
+def test_fp8_layers_multiply_few_rows_as_bf16_ones_and_more_as_vllm(
+    installed: Path, tmp_path: Path
+) -> None:
+    """The linear attention of Qwen3-Next, eager and compiled."""
+    shape = HybridShape(layers=4, experts=4, linear_heads=2, linear_head_dim=128, has_fp8=True)
+    bf16, mixed = (
+        str(write_checkpoint(tmp_path / form, shape, form)) for form in ("bf16", "modelopt")
+    )
+    eager = OPTIONS | {"enforce_eager": True}
+    ours = {"additional_config": {"nibble": {"e4m3_linear": "nibble"}}}
+    few, many = PROMPT, PROMPT * 13
+    jobs: list[vllm_logprobs.Job] = [
+        (bf16, eager, few),
+        *((mixed, eager, prompt) for prompt in (few, many)),
+        *(
+            (mixed, options | ours, prompt)
+            for options in (eager, OPTIONS)
+            for prompt in (few, many)
+        ),
+    ]
+    (exact, *rest), _ = run(installed, tmp_path, jobs)
+    assert not any(isinstance(one, str) for one in rest), rest
+    theirs, ours_eager, ours_compiled = (
+        dict(zip(("few", "many"), pair, strict=True)) for pair in (rest[:2], rest[2:4], rest[4:])
+    )
+    rounded = largest_difference(theirs["few"], exact)
+    for found in (ours_eager, ours_compiled):
+        assert largest_difference(found["few"], exact) < min(BF16_ROUNDING, rounded / 2)
+        assert largest_difference(found["many"], theirs["many"]) < BF16_ROUNDING
+
+
 @pytest.mark.slow
 def test_compiled_it_answers_as_step_by_step(installed: Path, tmp_path: Path) -> None:
     folder = str(write_checkpoint(tmp_path / "model", Shape(), "modelopt"))

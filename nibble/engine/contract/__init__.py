@@ -60,6 +60,8 @@ class Options:
       (nibble_kernels.quartet2).
     - vllm_shapes: rows and columns of the layers that keep vLLM's choice with linear_kernel nibble,
       such as 4096x14336,6144x4096; the plan sets it from trials on this machine.
+    - e4m3_linear: vLLM's choice, or nibble's kernel for few rows of FP8 linear layers beside it
+      (plugin/e4m3_linear.py).
     - compact_json: whether JSON by a schema has no blanks between its values.
     - sparse_fp4: whether nibble's linear kernel packs weights that are 2:4 sparse
       (nibble_kernels.nvfp4_sparse).
@@ -78,6 +80,7 @@ class Options:
     sparse_fp4: Switch = "off"
     step_graph: Switch = "off"
     vllm_shapes: str = ""
+    e4m3_linear: Kernel = "vllm"
 
     @property
     def weights_only(self) -> bool:
@@ -100,7 +103,7 @@ class Options:
             )
         types = get_type_hints(cls)
         for name, value in given.items():
-            if name in PLANNED_OPTIONS and _SHAPES.fullmatch(str(value)):
+            if name == "vllm_shapes" and _SHAPES.fullmatch(str(value)):
                 continue
             allowed = get_args(types.get(name))
             if not allowed:
@@ -114,7 +117,7 @@ class Options:
         return cls(**given)
 
 
-PLANNED_OPTIONS = ("vllm_shapes",)  # without a setting of the user's
+PLANNED_OPTIONS = ("vllm_shapes", "e4m3_linear")  # without a setting of the user's
 _SHAPES = re.compile(r"(\d+x\d+(,\d+x\d+)*)?")
 OPTIONS = tuple(field.name for field in fields(Options) if field.name not in PLANNED_OPTIONS)
 
@@ -128,6 +131,7 @@ def given_options(additional: object) -> Mapping[str, Any]:
 # --- classes whose names appear in reports, in plans and in targets/*.toml ------------------------
 
 CPU_LINEAR, GPU_LINEAR = "CpuNvFp4LinearKernel", "NibbleNvFp4LinearKernel"
+GPU_E4M3_LINEAR = "NibbleE4m3LinearKernel"
 CPU_EXPERTS = ("CpuModelOptNvFp4MoE", "CpuCompressedTensorsNvFp4MoE")
 GPU_EXPERTS = ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE")
 # With FP4 activations, on GPUs of this major compute capability.
@@ -143,10 +147,8 @@ QUARTET2_LINEAR = "Quartet2LinearMethod"
 # The name of nibble's attention backend, and of vLLM's that it stands in for.
 ATTENTION, FLASH_ATTENTION = "CUTE_PAGED", "FLASH_ATTN"
 OUR_CLASSES = frozenset(
-    {
-        *(CPU_LINEAR, GPU_LINEAR, GPU_W4A4_LINEAR, QUARTET2_LINEAR),
-        *(*CPU_EXPERTS, *GPU_EXPERTS, *GPU_W4A4_EXPERTS, *GPU_E4M3_EXPERTS),
-    }
+    {CPU_LINEAR, GPU_LINEAR, GPU_W4A4_LINEAR, GPU_E4M3_LINEAR, QUARTET2_LINEAR}
+    | {*CPU_EXPERTS, *GPU_EXPERTS, *GPU_W4A4_EXPERTS, *GPU_E4M3_EXPERTS}
 )
 
 Class = TypeVar("Class", bound=type)

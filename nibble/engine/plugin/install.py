@@ -27,6 +27,7 @@ from nibble.engine.plugin import (
     dense,
     draft_head,
     e4m3,
+    e4m3_linear,
     fuse_router,
     fuse_silu,
     kernels,
@@ -84,6 +85,7 @@ def _install_linear() -> None:
         replace(module, "init_nvfp4_linear_kernel", kernels.nvfp4_linear_kernel, "use_a16")
     required(modelopt, "LINEAR_METHOD_BUILDERS").update(dense.modelopt_builders())
     replace(compressed_tensors, "CompressedTensorsW4A4Fp4", dense.CompressedTensorsW4A4Fp4)
+    e4m3_linear.follow_kernels()
 
 
 def _install_experts() -> None:

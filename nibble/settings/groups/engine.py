@@ -140,10 +140,10 @@ class EngineOptions(BaseModel):
     linear_kernel: Literal["auto", contract.Kernel] = option(
         "auto",
         "Engine",
-        "Kernel for NVFP4 weights on a GPU (with FP4 activations nibble's is for SM12x): `vllm`"
-        " (vLLM's choice), `nibble` or `auto`. `auto` takes nibble's on hopper, elsewhere vLLM's"
-        " choice, and after trials on this machine the faster one for each shape"
-        " (docs/selftest.md).",
+        "Kernel for NVFP4 weights on a GPU (with FP4 activations nibble's is for SM12x), and for"
+        " few rows of FP8 layers beside them: `vllm` (vLLM's choice), `nibble` or `auto`. `auto`"
+        " takes nibble's on hopper, elsewhere vLLM's choice, and after trials on this machine the"
+        " faster one for each NVFP4 shape (docs/selftest.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",

@@ -64,7 +64,7 @@ class _Case:
             HIDDEN,
             inner,
             params_dtype=torch.bfloat16,
-            quant_config=_quantization(form),
+            quant_config=quantization(form, *_names()),
             prefix=f"model.layers.0.mlp.experts.{self.number}",
             activation=activation,
             enable_eplb=eplb,
@@ -116,8 +116,14 @@ class _Case:
         return e4m3_values(weight, flat, parts)
 
 
-def _quantization(form: str) -> Any:
-    """A config as vLLM reads it from a checkpoint."""
+def _names() -> tuple[str, ...]:
+    """Of this case's layer, as a mixed checkpoint's map may have them."""
+    experts = "model.layers.0.mlp.experts"
+    return f"{experts}.{_Case.number}", experts
+
+
+def quantization(form: str, *names: str) -> Any:
+    """A config as vLLM reads it from a checkpoint. `names`: of the layers of a mixed one."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
@@ -129,9 +135,10 @@ def _quantization(form: str) -> Any:
 
     if form == "modelopt":
         return ModelOptFp8Config("FP8", True, None, [])
+    if form == "modelopt channel":
+        return ModelOptFp8Config("FP8_PER_CHANNEL_PER_TOKEN", True, None, [])
     if form.startswith("modelopt mixed"):
         algorithm = form.rpartition(" ")[2]
-        names = [f"model.layers.0.mlp.experts.{_Case.number}", "model.layers.0.mlp.experts"]
         return ModelOptMixedPrecisionConfig.from_config(
             {
                 "quantization": {

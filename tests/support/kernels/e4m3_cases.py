@@ -40,3 +40,16 @@ def e4m3_values(weight: Tensor, scale: Tensor, parts: int = 1) -> Tensor:
             line = scale[:, part * -(-each // 128) + place // 128]
             factors[:, row] = line.repeat_interleave(128, 1)[:, :columns]
     return weight.double() * factors
+
+
+def e4m3_matrix(
+    rows: int, columns: int, scales: str, seed: int = 0
+) -> tuple[Tensor, Tensor, tuple[int, int] | None]:
+    """A weight of a linear layer, float8_e4m3fn [N, K], its scales and blocks."""
+    weight, scale, block = e4m3_experts(1, rows, columns, scales, seed=seed)
+    return weight[0], scale[0], block
+
+
+def matrix_values(weight: Tensor, scale: Tensor) -> Tensor:
+    """[N, K] in float64, without the package's code."""
+    return e4m3_values(weight[None], scale[None])[0]

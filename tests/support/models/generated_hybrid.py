@@ -1,5 +1,6 @@
 """Qwen3-Next checkpoints of any size with random weights: linear attention, full attention in every
-fourth layer, and experts beside a shared one. Experts are NVFP4, the other layers BF16.
+fourth layer, and experts beside a shared one. Experts are NVFP4, the other layers BF16, or linear
+attention FP8 as in published checkpoints of ModelOpt.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from typing import Any, ClassVar
 from tests.support.models.generated_nvfp4 import Shape
 
 FULL_ATTENTION_EVERY, CONVOLUTION = 4, 4
+IN_FP8 = ("linear_attn.in_proj_qkvz", "linear_attn.out_proj")
+# vLLM adds one to their weights (vllm 0.32 models/qwen3_next.py:32).
+ADDED_TO_ONE = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class HybridShape(Shape):
 
     linear_heads: int = 32  # of values; keys have half as many
     linear_head_dim: int = 128
+    has_fp8: bool = False  # linear attention's products, but for the small one
     # For ModelOpt's patterns and for regular expressions; fused layers have other names.
     unquantized: ClassVar = ("mlp.gate", "mlp.shared_expert_gate", "self_attn.*", "linear_attn.*")
 
@@ -55,6 +60,22 @@ class HybridShape(Shape):
             for name, size in {"gate": wide, "up": wide, "down": narrow}.items()
         }
 
+    def fp8_linears(self) -> dict[str, tuple[int, int]]:
+        """Linear attention's products with `has_fp8`."""
+        if not self.has_fp8:
+            return {}
+        sizes = self._linear_attention()
+        return {
+            f"model.layers.{layer}.{name}": (sizes[f"{name}.weight"][0], sizes[f"{name}.weight"][1])
+            for layer, kind in enumerate(self.layer_types)
+            if kind == "linear_attention"
+            for name in IN_FP8
+        }
+
+    def norm(self, name: str) -> float:
+        """Most norms store what is added to one; linear attention's does not."""
+        return 0.0 if name.removesuffix(".weight").endswith(ADDED_TO_ONE) else 1.0
+
     def others(self) -> dict[str, list[int]]:
         """Name -> shape of what stays in BF16."""
         hidden = self.hidden
@@ -71,7 +92,8 @@ class HybridShape(Shape):
                 "mlp.shared_expert_gate.weight": [1, hidden],
             } | (self._linear_attention() if kind == "linear_attention" else self._attention())
             found |= {f"model.layers.{layer}.{name}": size for name, size in parts.items()}
-        return found
+        in_fp8 = {f"{name}.weight" for name in self.fp8_linears()}
+        return {name: size for name, size in found.items() if name not in in_fp8}
 
     def _linear_attention(self) -> dict[str, list[int]]:
         values, keys = self.linear_heads * self.linear_head_dim, self.linear_heads // 2

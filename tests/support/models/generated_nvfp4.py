@@ -25,6 +25,7 @@ Form = Literal["bf16", "modelopt", "compressed-tensors"]
 # Times what makes a layer's output as large as its input.
 GLOBAL_SCALES = {"q": 1.0, "k": 2.0, "v": 0.5, "o": 1.0, "gate": 1.0, "up": 2.0, "down": 0.5}
 INPUT_SCALE = 8 / (6 * 448)  # activations up to 8
+FP8_INPUT_SCALE = 8 / 448
 DTYPES = {
     torch.bfloat16: "BF16",
     torch.float32: "F32",
@@ -118,6 +119,14 @@ class Shape:
                 found[f"{prefix}mlp.gate.weight"] = [self.experts, self.hidden]
         return found
 
+    def fp8_linears(self) -> dict[str, tuple[int, int]]:
+        """Name -> rows and columns of what ModelOpt's form has in FP8, a scale for each weight."""
+        return {}
+
+    def norm(self, name: str) -> float:
+        """The weight of a norm that multiplies by one."""
+        return 1.0
+
     def linear_elements(self) -> int:
         return sum(rows * columns for rows, columns in self.linears().values())
 
@@ -129,7 +138,10 @@ def write_checkpoint(folder: Path, shape: Shape, form: Form, *, w4a4: bool = Fal
     folder.mkdir(parents=True, exist_ok=True)
     config = shape.config()
     if form != "bf16":
-        config["quantization_config"] = quantization(form, w4a4, shape.unquantized)
+        mixed = form == "modelopt" and shape.fp8_linears()
+        config["quantization_config"] = (
+            mixed_precision(shape, w4a4) if mixed else quantization(form, w4a4, shape.unquantized)
+        )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     described = {
         name: (DTYPES[value.dtype], list(value.shape))
@@ -178,10 +190,35 @@ def quantization(form: Form, w4a4: bool, unquantized: Iterable[str]) -> dict[str
     }
 
 
+def mixed_precision(shape: Shape, w4a4: bool) -> dict[str, Any]:
+    """The same for a model whose layers differ; layers of experts have one entry."""
+    four = {"quant_algo": "NVFP4" if w4a4 else "W4A16_NVFP4", "group_size": 16}
+    layers: dict[str, Any] = {}
+    for name in shape.linears():
+        before, experts, _ = name.partition(".experts.")
+        layers[before + experts.removesuffix(".")] = four
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "ignore": [],
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        "quantized_layers": layers | {name: {"quant_algo": "FP8"} for name in shape.fp8_linears()},
+    }
+
+
 def tensors(shape: Shape, form: Form, w4a4: bool, device: str) -> Iterator[tuple[str, Tensor]]:
     """Names and values in the order of the file; on the meta device nothing is computed."""
     for name, size in shape.others().items():
-        yield name, plain(name, size, device)
+        yield name, plain(name, size, device, shape.norm(name))
+    for name, (rows, columns) in shape.fp8_linears().items():
+        scale = 2.0 ** round(math.log2(2 / columns**0.5))
+        values = plain(name, [rows, columns], device, deviation=1.0).to(torch.float8_e4m3fn)
+        if form == "modelopt":
+            yield f"{name}.weight", values
+            yield f"{name}.weight_scale", torch.tensor(scale, device=device)
+            yield f"{name}.input_scale", torch.tensor(FP8_INPUT_SCALE, device=device)
+        else:
+            yield f"{name}.weight", values.bfloat16() * scale
     for name, (rows, columns) in shape.linears().items():
         scale = global_scale(name, columns)
         codes, scales = random_nvfp4(name, rows, columns, device)
@@ -211,13 +248,15 @@ def generator_of(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
-def plain(name: str, size: list[int], device: str) -> Tensor:
-    """Norms of one, and normal numbers that make logits differ by some units."""
+def plain(
+    name: str, size: list[int], device: str, norm: float = 1.0, deviation: float = 0.0
+) -> Tensor:
+    """Equal numbers for norms, and normal ones that make logits differ by some units."""
     if device == "meta":
         return torch.empty(size, dtype=torch.bfloat16, device=device)
     if len(size) == 1:
-        return torch.ones(size, dtype=torch.bfloat16)
-    deviation = 1.0 if "embed" in name else 2 * size[-1] ** -0.5
+        return torch.full(size, norm, dtype=torch.bfloat16)
+    deviation = deviation or (1.0 if "embed" in name else 2 * size[-1] ** -0.5)
     return (torch.randn(size, generator=generator_of(name)) * deviation).bfloat16()
 
 

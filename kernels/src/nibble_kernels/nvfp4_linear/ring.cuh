@@ -71,6 +71,35 @@ struct Tiles<E4m3> {
   }
 };
 
+// In shared memory a tile is as an E4m3 one is.
+template <>
+struct Tiles<E4m3Rows> {
+  using SharedPlace = instruction::SharedPlace;
+  const Problem& p;
+
+  __device__ __forceinline__ explicit Tiles(const Problem& p) : p(p) {}
+
+  // Rows past the half and columns past the last are others of the weight: x is zero there, or nobody looks at
+  // the sums.
+  __device__ __forceinline__ void fetch(SharedPlace place, uint32_t tile) const {
+    const uint32_t group = quotient(tile, p.chunks), chunk = tile - group * p.chunks;
+    const uint32_t lane = threadIdx.x % kLanes, half = p.outputs / 2;
+    const uint32_t row = min(group * kGroup + lane / kQuarters, half - 1);
+    const uint32_t begin = chunk * kChunk + E4m3Rows::column(lane % kQuarters, 0);
+    const uint8_t* const upper = reinterpret_cast<const uint8_t*>(p.codes) + size_t{row} * p.columns;
+    const uint8_t* const lower = upper + size_t{half} * p.columns;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t column = min(begin + i * (kChunk / 2), p.columns - 16);
+      instruction::copy_once(place + i * 512, reinterpret_cast<const uint4*>(upper + column));
+      instruction::copy_once(place + 1024 + i * 512, reinterpret_cast<const uint4*>(lower + column));
+    }
+    const float2* const scales = reinterpret_cast<const float2*>(p.scales);
+    instruction::copy_pair(Tiles<E4m3>::scale_place(place), instruction::element<1>(scales, tile));
+  }
+  static __device__ __forceinline__ ByteFragment load(SharedPlace place) { return Tiles<E4m3>::load(place); }
+};
+
 // A warp's tiles on their way to shared memory, one after the other as they lie in memory: the first from the
 // start, as many as there is room for from `fill` on. A lane reads nothing but what it fetched itself.
 template <class Form>

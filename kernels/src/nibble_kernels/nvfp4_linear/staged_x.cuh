@@ -55,7 +55,7 @@ struct StagedX {
     uint32_t pairs = 1;
     while (pairs < kMostPairs && 2 * pairs < p.tokens) pairs *= 2;
     return {pairs, Form::kWarps / pairs, warp % pairs * 2 + lane / 4 % 2, warp / pairs,
-            lane % kQuarters * 32 + lane / 8 * 8};
+            Form::Format::column(lane % kQuarters, lane / 8)};
   }
 
   // Calls f(place in shared memory, token, eight elements or zeros past the end of the row) for the columns
@@ -105,7 +105,9 @@ struct StagedX {
             },
             [] {});
     } else {
-      for_x(round, start, [&](uint32_t place, uint32_t, const uint4& of) { elements[place] = of; }, loaded);
+      for_x(round, start,
+            [&](uint32_t place, uint32_t, const uint4& of) { elements[place] = Form::Format::arranged(of); },
+            loaded);
     }
     __syncthreads();
   }

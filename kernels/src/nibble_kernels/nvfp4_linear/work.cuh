@@ -17,19 +17,44 @@ constexpr uint32_t kItems =
     kGroup * kTokenGroup;  // pairs of outputs (r, r + N / 2) of a group and a token group
 constexpr uint32_t kTileBytes = 2 * kGroup * kChunk * 9 / 16;
 
+// Columns of x as most formats need them: a lane has 32 in their order, a quarter of a chunk.
+struct QuarterColumns {
+  // The first of a piece's eight columns in a chunk.
+  static __device__ __forceinline__ uint32_t column(uint32_t quarter, uint32_t piece) {
+    return quarter * 32 + piece * 8;
+  }
+  static __device__ __forceinline__ uint4 arranged(const uint4& x) { return x; }
+};
+
 // How weights lie in memory: of a tile, the codes in 16 bytes and the scales in words. kTileBytes: in shared
 // memory.
-struct Nvfp4 {
+struct Nvfp4 : QuarterColumns {
+  static constexpr bool kInRows = false;
   static constexpr uint32_t kCodes = 2 * kLanes, kScales = kLanes, kTileBytes = decode::kTileBytes;
 };
 // One float32 for the upper rows of a tile and one for the lower; each lane has a copy of both.
-struct E4m3 {
+struct E4m3 : QuarterColumns {
+  static constexpr bool kInRows = false;
   static constexpr uint32_t kCodes = 4 * kLanes, kScales = 2, kTileBytes = kCodes * 16 + kLanes * 8;
+};
+// Codes in rows, [outputs, columns], as a checkpoint has them, and the scales of E4m3. A lane has 16 columns of
+// each half of a chunk, so that four lanes read whole sectors of a row. Codes that decode as neighbours have one
+// between them: so have the columns of x.
+struct E4m3Rows {
+  static constexpr bool kInRows = true;
+  static constexpr uint32_t kCodes = E4m3::kCodes, kScales = E4m3::kScales, kTileBytes = E4m3::kTileBytes;
+
+  static __device__ __forceinline__ uint32_t column(uint32_t quarter, uint32_t piece) {
+    return piece / 2 * (kChunk / 2) + quarter * 16 + piece % 2 * 8;
+  }
+  static __device__ __forceinline__ uint4 arranged(const uint4& x) {
+    return make_uint4(low_halves(x.x, x.y), high_halves(x.x, x.y), low_halves(x.z, x.w), high_halves(x.z, x.w));
+  }
 };
 
 struct Problem {
   const uint4* x;          // [tokens, columns]
-  const uint4* codes;      // [groups, chunks, Format::kCodes]: weight.py, e4m3.py
+  const uint4* codes;      // [groups, chunks, Format::kCodes]: weight.py, e4m3.py; or rows
   const uint32_t* scales;  // [groups, chunks, Format::kScales]
   const float* column_scale;
   const void* bias;
@@ -82,15 +107,23 @@ struct SmallForms {
   using Some = Form<true, 2, 8, 3, 8>;
   using Many = Form<true, 4, 8, 2, 4>;
 };
-// Of E4M3 experts: as many bytes under way in fewer tiles.
-struct LargeE4m3Forms {
-  using Few = Form<false, 1, 16, 2, 32, E4m3>;
-  using Some = Form<false, 2, 16, 2, 16, E4m3>;
+// Of E4M3: as many bytes under way in fewer tiles.
+template <class Format>
+struct LargeByteForms {
+  using Few = Form<false, 1, 16, 2, 32, Format>;
+  using Some = Form<false, 2, 16, 2, 16, Format>;
+  using Many = Form<false, 4, 12, 2, 8, Format>;
 };
-struct SmallE4m3Forms {
-  using Few = Form<true, 1, 8, 2, 16, E4m3>;
-  using Some = Form<true, 2, 8, 2, 8, E4m3>;
+template <class Format>
+struct SmallByteForms {
+  using Few = Form<true, 1, 8, 2, 16, Format>;
+  using Some = Form<true, 2, 8, 2, 8, Format>;
+  using Many = Form<true, 4, 8, 2, 4, Format>;
 };
+using LargeE4m3Forms = LargeByteForms<E4m3>;  // experts
+using SmallE4m3Forms = SmallByteForms<E4m3>;
+using LargeE4m3RowsForms = LargeByteForms<E4m3Rows>;  // linear layers
+using SmallE4m3RowsForms = SmallByteForms<E4m3Rows>;
 
 constexpr uint32_t kLeastSharedBytes = 99 * 1024;
 static_assert(SmallForms::Few::shared_bytes(24, SmallForms::Few::kTokens, true) <= kLeastSharedBytes);
@@ -99,6 +132,8 @@ static_assert(SmallE4m3Forms::Few::shared_bytes(20, SmallE4m3Forms::Few::kTokens
 static_assert(SmallE4m3Forms::Some::shared_bytes(8, SmallE4m3Forms::Some::kTokens, true) <=
               kLeastSharedBytes);
 static_assert(SmallForms::Many::shared_bytes(6, SmallForms::Many::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallE4m3RowsForms::Many::shared_bytes(3, SmallE4m3RowsForms::Many::kTokens, true) <=
+              kLeastSharedBytes);
 
 // Whether the target that is compiled for launches a form; the others' kernels are empty.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200

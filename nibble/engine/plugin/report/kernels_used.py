@@ -18,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from nibble.engine.contract import ATTENTION, FLASH_ATTENTION
 from nibble.engine.contract.report import KernelsUsed
 from nibble.engine.plugin.draft_head import QuantizedDraftHead
+from nibble.engine.plugin.e4m3_linear import FewRows
 from nibble.engine.plugin.experts import Experts
 from nibble.engine.plugin.layers import kernel_of
 
@@ -72,6 +73,9 @@ def _linear(module: Any) -> str | None:
     if not isinstance(module, LinearBase | ParallelLMHead):
         return None
     kernel, method = kernel_of(module), module.quant_method
+    of_fp8 = kernel or getattr(getattr(module, "scheme", None) or method, "fp8_linear", None)
+    if isinstance(of_fp8, FewRows):  # vLLM's kernel multiplies more rows
+        return f"other: {of_fp8.reported}"
     if kernel is None:
         name = type(getattr(module, "scheme", None) or method).__name__
         return None if name.startswith("Unquantized") else f"other: {name}"

@@ -47,8 +47,8 @@ Problem problem_of(const Tensor& x, const Tensor& codes, int64_t outputs, const 
   problem.chunks = quotient_up(problem.columns, kChunk);
   problem.groups = quotient_up(problem.outputs / 2, kGroup);
   const int64_t tiles = experts * problem.groups * problem.chunks;
-  require(codes.numel() == tiles * Format::kCodes * 16 &&
-              scales.numel() * scales.element_size() == tiles * Format::kScales * 4,
+  const int64_t bytes = Format::kInRows ? experts * outputs * columns : tiles * Format::kCodes * 16;
+  require(codes.numel() == bytes && scales.numel() * scales.element_size() == tiles * Format::kScales * 4,
           "a weight of ", outputs, " by ",
           columns, " is not what prepare_weight was given");
   return problem;

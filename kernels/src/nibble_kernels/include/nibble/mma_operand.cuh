@@ -63,8 +63,8 @@ struct BfloatOperand {
 struct E4m3Operand : BfloatOperand {
   static constexpr float kUnit = 1.0f;
 
-  // Four codes of neighbouring columns, the middle two the other way round (e4m3.py). A code without its
-  // sign is 2^-120 of its value in a bfloat16's place.
+  // Four codes: the first and the third become neighbours, and the others. A code without its sign is 2^-120
+  // of its value in a bfloat16's place.
   static __device__ __forceinline__ void decode(uint32_t codes, uint32_t& first, uint32_t& second) {
     constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
     first = multiply((codes << 8 & kSigns) | (codes << 4 & kMagnitudes), kBias);
