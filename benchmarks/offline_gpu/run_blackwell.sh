@@ -11,6 +11,6 @@ step blackwell 120 /tmp/blackwell_proof /tmp/blackwell_cases.bin
 step few_multiprocessors_build 120 nvcc -std=c++20 -O3 -fmad=false --expt-relaxed-constexpr -arch=sm_90a -I kernels/src/nibble_kernels/include \
   -I kernels/src/nibble_kernels -o /tmp/few_multiprocessors benchmarks/offline_gpu/few_multiprocessors.cu
 step few_multiprocessors 60 /tmp/few_multiprocessors
-step w4a4_tests 300 python3 -m pytest -p no:cacheprovider -p instant -m gpu -v --tb=short --durations=10 \
-  tests/kernels/test_nvfp4_w4a4_linear.py tests/kernels/test_nvfp4_w4a4_moe.py --junitxml /tmp/R/w4a4_tests.xml
+step w4a4_tests 500 python3 -m pytest -p no:cacheprovider -p instant -m gpu -v --tb=short --durations=10 \
+  tests/kernels/test_nvfp4_w4a4_linear.py tests/kernels/test_nvfp4_w4a4_moe.py tests/kernels/test_w4a4_in_vllm.py --junitxml /tmp/R/w4a4_tests.xml
 touch /tmp/R/blackwell.done

@@ -17,10 +17,13 @@ from nibble.engine.contract import (
     GPU_E4M3_EXPERTS,
     GPU_EXPERTS,
     GPU_LINEAR,
+    GPU_W4A4_EXPERTS,
+    GPU_W4A4_LINEAR,
     OUR_CLASSES,
 )
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import values_of
+from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.nvfp4_options import asked as plugin_options
 from nibble.plan.one_order import ADDS_IN_ONE_ORDER, INVARIANT, is_batch_invariant
 from nibble.recipes.rules import in_effect
@@ -42,6 +45,8 @@ OUR_KERNELS = {
     "moe": (*GPU_EXPERTS, *GPU_E4M3_EXPERTS),
     "attention": (ATTENTION,),
 }
+# Where nibble's kernels multiply FP4 activations: beside those for BF16, as of the output head.
+OUR_FP4_KERNELS = {"linear": (GPU_W4A4_LINEAR,), "moe": GPU_W4A4_EXPERTS}
 SAMPLER_SWITCH = "VLLM_USE_FLASHINFER_SAMPLER"
 STRICT_ACTION = "set NIBBLE_KERNEL_ASSERTION=warn to serve anyway"
 
@@ -118,7 +123,9 @@ def _backend(
         # Layers of some shapes may keep vLLM's kernel.
         may_mix = part != "attention" and chosen.get("vllm_shapes")
         others = plan.target.expected.get(part, ()) if may_mix else ()
-        allowed = tuple(dict.fromkeys((*OUR_KERNELS[part], *others)))
+        is_in_fp4 = serves_in_fp4(plan.checkpoint, plan.target)
+        in_fp4 = OUR_FP4_KERNELS.get(part, ()) if is_in_fp4 else ()
+        allowed = tuple(dict.fromkeys((*in_fp4, *OUR_KERNELS[part], *others)))
         return Expectation(part, allowed, f"{part}_kernel of --additional-config")
     expected = _vllms(part, flag, plan, flags, variables)
     if part == "attention" and chosen.get("attention_kernel") == "few" and expected.allowed:

@@ -16,13 +16,25 @@ from nibble.cli.tables import plain_table, wide_console
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.gpu_users import gpu_uses
 from nibble.machine.hardware import detect
+from nibble.machine.targets import Target
 from nibble.plan.choice import values_of
 from nibble.plan.expert_shapes import expert_uses
+from nibble.plan.fp4_products import COLUMN_MULTIPLE, has_our_fp4_products
 from nibble.plan.gather import Asked, choose_target, plan_for, read_wishes
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.part_kernels import DEFAULT_SEQUENCES
 from nibble.serve.preflight.machine import check_hardware
-from nibble.trials.choose import EXPERTS, LINEAR, TIMED_ROWS, Form, ShapeChoice, Use, choose
+from nibble.trials.choose import (
+    EXPERTS,
+    EXPERTS_FP4,
+    LINEAR,
+    LINEAR_FP4,
+    TIMED_ROWS,
+    Form,
+    ShapeChoice,
+    Use,
+    choose,
+)
 from nibble.trials.findings import not_idle
 from nibble.trials.place import place_of
 from nibble.trials.record import open_record
@@ -62,8 +74,7 @@ def tune_model(
     for finding in not_idle(gpu_uses(gpu.index for gpu in hardware.gpus)):
         say(f"warning: {finding.line()}")
     record = open_record(asked.cache, place_of(target, hardware), say)
-    with_ours = not (target.features.has_fp4_mma and any(use.form == "fp4" for use in uses))
-    parts = _parts(uses, with_ours)
+    parts = _parts(uses, target)
     kept, outcomes = tune(
         parts,
         record,
@@ -80,12 +91,23 @@ def tune_model(
     return _result(outcomes, choices, str(kept.path))
 
 
-def _parts(uses: Sequence[Use], with_ours: bool) -> list[Wanted]:
-    """Linear layers and experts. Without nibble's kernel there is no choice for experts."""
-    linear = [use for use in uses if len(use.shape) == LINEAR_NUMBERS]
-    experts = [use for use in uses if use not in linear]
-    parts = [Wanted(linear, LINEAR, with_ours)] if linear else []
-    return parts + ([Wanted(experts, EXPERTS)] if experts and with_ours else [])
+def _parts(uses: Sequence[Use], target: Target) -> list[Wanted]:
+    """Linear layers and experts, by what multiplies their activations. Without nibble's kernel
+    there is no choice for experts.
+    """
+    in_fp4 = [use for use in uses if use.form == "fp4" and target.features.has_fp4_mma]
+    others = [use for use in uses if use not in in_fp4]
+    with_ours = has_our_fp4_products(target) or not in_fp4
+    parts: list[Wanted] = []
+    for some, linear_part, expert_part in (
+        (others, LINEAR, EXPERTS),
+        (in_fp4, LINEAR_FP4, EXPERTS_FP4),
+    ):
+        linear = [use for use in some if len(use.shape) == LINEAR_NUMBERS]
+        experts = [use for use in some if use not in linear]
+        parts += [Wanted(linear, linear_part, with_ours)] if linear else []
+        parts += [Wanted(experts, expert_part)] if experts and with_ours else []
+    return parts
 
 
 def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int, Mapping[str, str]]:
@@ -123,8 +145,9 @@ def _use(word: str) -> Use:
         raise _bad_shape(word, "ROWSxCOLUMNS, such as 4096x14336, with :fp4 for W4A4")
     shape = tuple(map(int, name.split("x")))
     if len(shape) == LINEAR_NUMBERS:
-        if shape[0] % 8 or shape[1] % 16 or 0 in shape:
-            expected = "rows that are a multiple of 8 and columns that are one of 16"
+        columns = COLUMN_MULTIPLE if form == "fp4" else 16
+        if shape[0] % 8 or shape[1] % columns or 0 in shape:
+            expected = f"rows that are a multiple of 8 and columns that are one of {columns}"
             raise _bad_shape(word, expected)
     elif len(shape) != EXPERT_NUMBERS or not _is_possible(shape):
         expected = (

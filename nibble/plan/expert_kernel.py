@@ -1,4 +1,4 @@
-"""--moe-kernel: which kernel computes NVFP4 and E4M3 experts with BF16 activations. Pure.
+"""--moe-kernel: which kernel computes NVFP4 and E4M3 experts on a GPU. Pure.
 
 The vLLM plugin gets `nibble`, or no value, which means vLLM's choice (nvfp4_options.py).
 """
@@ -14,12 +14,23 @@ from nibble.engine.contract import CONFIG_KEY
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.choice import Choice, Choices, values_of
 from nibble.plan.expert_shapes import expert_uses, expert_weights, has_e4m3_experts
+from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
 from nibble.plan.part_kernels import DEFAULT_SEQUENCES, UNTRIED, PartKernels
 from nibble.recipes.rules import in_effect
-from nibble.trials.choose import EXPERTS, Form, Kernel, choose, is_proven, our_fault, summary
+from nibble.trials.choose import (
+    EXPERTS,
+    EXPERTS_FP4,
+    Form,
+    Kernel,
+    Part,
+    choose,
+    is_proven,
+    our_fault,
+    summary,
+)
 
 # Targets on which nibble's experts have served a model faster than vLLM's: `auto` takes them there.
 TARGETS = ("hopper",)
@@ -46,13 +57,19 @@ def choose_expert_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Part
     form: Form = "fp4" if "fp4" in checkpoint.scheme.activations else "bf16"
     uses = expert_uses(checkpoint, values, form)
     if is_set or setting != "auto":
-        ours = choice.value == "nibble"
-        return PartKernels(choice, (), "", _fault_of(choice, inputs), uses if ours else (), ours)
+        ours, part = choice.value == "nibble", trial_part(inputs)
+        uses = uses if ours else ()
+        return PartKernels(choice, (), "", _fault_of(choice, inputs), uses, ours, part=part)
     if not uses or _obstacle(inputs, values):
         return PartKernels(choice)
     most_rows = int(values.get("--max-num-seqs") or DEFAULT_SEQUENCES)
     found = _by_trials(inputs, uses, choice, most_rows)
-    return replace(found, uses=uses, tries_ours=True, is_timed=True)
+    return replace(found, uses=uses, tries_ours=True, is_timed=True, part=trial_part(inputs))
+
+
+def trial_part(inputs: PlanInputs) -> Part:
+    """The trials of nibble's kernel for the checkpoint's experts."""
+    return EXPERTS_FP4 if serves_in_fp4(inputs.checkpoint, inputs.target) else EXPERTS
 
 
 def _of_e4m3(
@@ -67,15 +84,16 @@ def _by_trials(inputs: PlanInputs, uses: Any, choice: Choice, most_rows: int) ->
     """All layers have one kernel: nibble's where it is the faster for each shape."""
     record = inputs.trials
     assert record is not None
-    if fault := our_fault(record, EXPERTS):
+    part = trial_part(inputs)
+    if fault := our_fault(record, part):
         why = f"nibble's is not used: {fault.line()}"
         return PartKernels(replace(choice, value="vllm", reason=why))
-    if choice.value == "vllm" and not is_proven(record, EXPERTS):
+    if choice.value == "vllm" and not is_proven(record, part):
         if inputs.loaded.settings.trials != "off":
             choice = replace(choice, reason=f"{choice.reason}; {UNTRIED}")
         return PartKernels(choice)
     default: Kernel = "nibble" if choice.value == "nibble" else "vllm"
-    shapes = choose(uses, record, default, most_rows, EXPERTS)
+    shapes = choose(uses, record, default, most_rows, part)
     if all(shape.ratio is None and shape.kernel == default for shape in shapes):
         return PartKernels(choice, shapes)
     is_ours = all(shape.kernel == "nibble" for shape in shapes)
@@ -88,7 +106,7 @@ def _by_trials(inputs: PlanInputs, uses: Any, choice: Choice, most_rows: int) ->
 def _fault_of(choice: Choice, inputs: PlanInputs) -> tuple[str, ...]:
     """A note where the user's kernel failed on this machine: the setting stays."""
     assert inputs.trials is not None
-    fault = our_fault(inputs.trials, EXPERTS) if choice.value == "nibble" else None
+    fault = our_fault(inputs.trials, trial_part(inputs)) if choice.value == "nibble" else None
     return (f"nibble's experts failed on this machine: {fault.line()}",) if fault else ()
 
 
@@ -151,7 +169,8 @@ def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
         return inputs.without_gpu_kernels
     if has_e4m3_experts(checkpoint):
         return "nibble's kernel of E4M3 experts is slower than vLLM's from 4 tokens on"
-    if inputs.target.features.has_fp4_mma and "fp4" in checkpoint.scheme.activations:
+    in_fp4 = inputs.target.features.has_fp4_mma and "fp4" in checkpoint.scheme.activations
+    if in_fp4 and not serves_in_fp4(checkpoint, inputs.target):
         return f"{inputs.target.name} multiplies FP4 activations, which nibble's kernel leaves"
     if is_batch_invariant(inputs.environ):
         return "nibble's sums of experts depend on the number of tokens"

@@ -12,7 +12,9 @@ from typing import NamedTuple
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.expert_kernel import uses_our_experts
 from nibble.plan.expert_shapes import e4m3_shapes, expert_uses
+from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.inputs import PlanInputs
+from nibble.plan.w4a4_memory import expert_bytes, multiprocessors
 from nibble.trials.trial import Shape
 
 CHUNK = 128  # columns of x that lie together
@@ -38,12 +40,20 @@ def experts_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> i
     values, checkpoint = values_of(args), inputs.checkpoint
     if checkpoint is None or not uses_our_experts(values):
         return 0
-    tokens = int(values.get("--max-num-batched-tokens") or DEFAULT_TOKENS)
+    tokens = most_tokens(args)
     uses = expert_uses(checkpoint, values, "bf16")
+    if serves_in_fp4(checkpoint, inputs.target):
+        count = multiprocessors(inputs)
+        return max((expert_bytes(use.shape, tokens, count) for use in uses), default=0)
     is_hopper = any(gpu.capability == HOPPER for gpu in inputs.hardware.gpus)
     of_shape = tiles_bytes if is_hopper else dequantized_bytes
     e4m3 = (e4m3_bytes(shape, tokens) for shape in e4m3_shapes(checkpoint, values))
     return max((*(of_shape(use.shape, tokens) for use in uses), *e4m3), default=0)
+
+
+def most_tokens(args: Mapping[str, Choice]) -> int:
+    """Of a batch."""
+    return int(values_of(args).get("--max-num-batched-tokens") or DEFAULT_TOKENS)
 
 
 def tiles_bytes(shape: Shape, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""--linear-kernel: which kernel multiplies NVFP4 weights with BF16 activations. Pure.
+"""--linear-kernel: which kernel multiplies NVFP4 weights on a GPU. Pure.
 
 The vLLM plugin gets `nibble`, or no value, which means vLLM's choice (nvfp4_options.py).
 """
@@ -13,6 +13,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
 from nibble.engine.contract import CONFIG_KEY
 from nibble.plan.choice import OURS, Choice, Choices, values_of
+from nibble.plan.fp4_products import columns_problem, serves_in_fp4
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
@@ -21,7 +22,10 @@ from nibble.plan.part_kernels import DEFAULT_SEQUENCES, UNTRIED, PartKernels
 from nibble.recipes.rules import in_effect
 from nibble.trials.catalog import OURS_BY_DEFAULT
 from nibble.trials.choose import (
+    LINEAR,
+    LINEAR_FP4,
     Form,
+    Part,
     Use,
     choose,
     is_proven,
@@ -33,7 +37,7 @@ from nibble.trials.choose import (
 from nibble.trials.trial import Outcome, shape_name
 
 # Targets on which nibble's kernels have run. They have no FP4 products, so W4A4 is served
-# weight-only.
+# weight-only. On SM12x nibble's kernels have FP4 products too (fp4_products.py).
 TARGETS = OURS_BY_DEFAULT
 FOR_ALL_ROWS = "nibble's kernels take any number of rows (docs/kernels/nvfp4_linear.md)"
 # Of a weight's rows on each GPU: kernels/src/nibble_kernels/nvfp4_linear/weight.py.
@@ -52,11 +56,12 @@ def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Part
     is_set = "linear_kernel" in asked(values) or choice.source == INVARIANT
     if is_set or inputs.loaded.settings.linear_kernel != "auto":
         ours = choice.value == "nibble"
-        return PartKernels(choice, (), "", _fault_of(choice, inputs), uses, ours)
+        part = trial_part(inputs)
+        return PartKernels(choice, (), "", _fault_of(choice, inputs), uses, ours, part=part)
     tries = may_be_tried(inputs, values)
     most_rows = int(values.get("--max-num-seqs") or DEFAULT_SEQUENCES)
     found = _by_trials(inputs, uses, tries, choice, most_rows)
-    return replace(found, uses=uses, tries_ours=tries, is_timed=tries)
+    return replace(found, uses=uses, tries_ours=tries, is_timed=tries, part=trial_part(inputs))
 
 
 def trial_form(inputs: PlanInputs) -> Form:
@@ -65,10 +70,16 @@ def trial_form(inputs: PlanInputs) -> Form:
     return "fp4" if checkpoint is not None and "fp4" in checkpoint.scheme.activations else "bf16"
 
 
+def trial_part(inputs: PlanInputs) -> Part:
+    """The trials of nibble's kernel for the checkpoint's layers."""
+    return LINEAR_FP4 if serves_in_fp4(inputs.checkpoint, inputs.target) else LINEAR
+
+
 def may_be_tried(inputs: PlanInputs, args: Mapping[str, Any]) -> bool:
     """Whether nibble's kernel could serve these layers if trials on this machine approve it."""
     in_fp4 = inputs.target.features.has_fp4_mma and trial_form(inputs) == "fp4"
-    return not in_fp4 and not _obstacle(inputs, args)
+    is_served = not in_fp4 or serves_in_fp4(inputs.checkpoint, inputs.target)
+    return is_served and not _obstacle(inputs, args)
 
 
 def _by_trials(
@@ -78,13 +89,14 @@ def _by_trials(
     assert record is not None
     if not uses or not tries:
         return _without_ours(inputs, choice, vllm_fault(record, uses))
-    if choice.value == "vllm" and not is_proven(record):
-        if fault := our_fault(record):
+    part = trial_part(inputs)
+    if choice.value == "vllm" and not is_proven(record, part):
+        if fault := our_fault(record, part):
             choice = replace(choice, reason=f"nibble's kernel is not used: {fault.line()}")
         elif inputs.loaded.settings.trials != "off":
             choice = replace(choice, reason=f"{choice.reason}; {UNTRIED}")
         return _without_ours(inputs, choice, vllm_fault(record, uses))
-    shapes = choose(uses, record, choice.value, most_rows)
+    shapes = choose(uses, record, choice.value, most_rows, part)
     ours = [shape for shape in shapes if shape.kernel == "nibble"]
     is_measured = any(shape.ratio is not None for shape in shapes)
     if not is_measured and len(ours) == len(shapes) and choice.value == "nibble":
@@ -108,7 +120,7 @@ def _without_ours(inputs: PlanInputs, choice: Choice, fault: Outcome | None) -> 
 def _fault_of(choice: Choice, inputs: PlanInputs) -> tuple[str, ...]:
     """A note where the user's kernel failed on this machine: the setting stays."""
     assert inputs.trials is not None
-    fault = our_fault(inputs.trials) if choice.value == "nibble" else None
+    fault = our_fault(inputs.trials, trial_part(inputs)) if choice.value == "nibble" else None
     return (f"nibble's linear kernel failed on this machine: {fault.line()}",) if fault else ()
 
 
@@ -132,7 +144,10 @@ def _chosen(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
         return Choice(setting, source, "set by the user")
     if inputs.target.name not in TARGETS:
         reason = f"nibble's kernel is tested only on {' and '.join(TARGETS)}"
-        return Choice("vllm", source, reason)
+        if serves_in_fp4(checkpoint, inputs.target):
+            where = inputs.target.name
+            reason = f"nibble's W4A4 kernel has not been measured in a server on {where}"
+        return Choice("vllm", source, _fp4_obstacle(inputs, values) or reason)
     if obstacle := _obstacle(inputs, values):
         return Choice("vllm", source, obstacle)
     if is_batch_invariant(inputs.environ):
@@ -183,6 +198,8 @@ def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
         return inputs.without_gpu_kernels
     if checkpoint is None:
         return "the checkpoint is unknown until pull"
+    if obstacle := _fp4_obstacle(inputs, args):
+        return obstacle
     if checkpoint.scheme.vllm_quantization == "quartet2":
         return ""  # rows of a product are columns of another one: multiples of 16 on every GPU
     if checkpoint.weights is None:
@@ -194,3 +211,19 @@ def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
     if odd := next((weight for weight in dense if weight.rows % split), None):
         return f"{odd.module} has {odd.rows} rows, not a multiple of {split}"
     return ""
+
+
+def _fp4_obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
+    """The same of nibble's kernel for FP4 activations, where it would be the one."""
+    checkpoint = inputs.checkpoint
+    if checkpoint is None or not serves_in_fp4(checkpoint, inputs.target):
+        return ""
+    if is_batch_invariant(inputs.environ):
+        return "the order of nibble's W4A4 sums depends on the number of rows"
+    if "bf16" in checkpoint.scheme.activations.split("+"):
+        return (
+            "some layers have activations in FP4 and others in BF16, which trials do not tell apart"
+        )
+    if checkpoint.weights is None:
+        return ""
+    return columns_problem(checkpoint, int(args.get("--tensor-parallel-size", 1)))

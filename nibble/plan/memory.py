@@ -15,10 +15,11 @@ from nibble.plan.attention_kernel import attention_workspace_bytes
 from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
 from nibble.plan.choice import Choice, Choices, Layer
 from nibble.plan.draft_head import draft_head_bytes
-from nibble.plan.expert_memory import experts_workspace_bytes
+from nibble.plan.expert_memory import experts_workspace_bytes, most_tokens
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.step_graph import planned_bytes
 from nibble.plan.topology import Topology
+from nibble.plan.w4a4_memory import linear_workspace_bytes
 from nibble.settings.declare import token_count
 
 GIB = 1 << 30
@@ -83,7 +84,7 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
         ranks_here=topology.ranks_here,
         graphs_bytes=_graphs_bytes(inputs, args),
         kv_cache_bytes=int(kv_choice.value) if kv_choice else None,
-        kernels_bytes=experts_workspace_bytes(inputs, args) + attention_workspace_bytes(args),
+        kernels_bytes=_kernels_bytes(inputs, args),
         copies_bytes=draft_head_bytes(inputs.checkpoint, args),
     )
 
@@ -96,6 +97,15 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
     return MemoryPlan(
         budget, flags, ladder(budget, sequence_at, inputs, shape.kv_cache_dtype, gpus)
     )
+
+
+def _kernels_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
+    """The workspace of nibble's kernels. Linear layers and experts compute one after the other."""
+    products = max(
+        experts_workspace_bytes(inputs, args),
+        linear_workspace_bytes(inputs, args, most_tokens(args)),
+    )
+    return products + attention_workspace_bytes(args)
 
 
 def _cap(inputs: PlanInputs, args: Mapping[str, Choice]) -> float | None:

@@ -18,6 +18,7 @@ from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
 from nibble.plan.choice import OURS, Flags
 from nibble.plan.expert_shapes import has_e4m3_experts
+from nibble.plan.fp4_products import columns_problem, has_our_fp4_products
 from nibble.recipes.rules import NESTED, in_effect
 
 REASON = "for nibble's vLLM plugin"
@@ -47,7 +48,7 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
         if plugin_options.get(f"{part}_kernel") == "nibble":
             _check_our_kernel(part, checkpoint, target, flags)
     if plugin_options.get("sparse_fp4") == "on":
-        _check_sparse(plugin_options)
+        _check_sparse(plugin_options, checkpoint, target)
     if checkpoint is None:
         return
     is_quartet2 = checkpoint.scheme.vllm_quantization == "quartet2"
@@ -79,8 +80,12 @@ def check_nvfp4_options(checkpoint: Checkpoint | None, target: Target, flags: Fl
         )
 
 
-def _check_sparse(plugin_options: Mapping[str, Any]) -> None:
-    """Raise CONFIG if another kernel than nibble's multiplies the weights."""
+def _check_sparse(
+    plugin_options: Mapping[str, Any], checkpoint: Checkpoint | None, target: Target
+) -> None:
+    """Raise CONFIG if another kernel than nibble's multiplies the weights, or with activations in
+    FP4.
+    """
     if plugin_options.get("linear_kernel") != "nibble":
         raise NibbleError(
             ExitCode.CONFIG,
@@ -88,6 +93,21 @@ def _check_sparse(plugin_options: Mapping[str, Any]) -> None:
             expected="NIBBLE_LINEAR_KERNEL=nibble on a GPU",
             action="set NIBBLE_LINEAR_KERNEL=nibble, or unset NIBBLE_SPARSE_FP4",
         )
+    if checkpoint is not None and _is_in_fp4(checkpoint, target, plugin_options):
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=f"NIBBLE_SPARSE_FP4=on leaves activations in BF16, but {checkpoint.id} has them in"
+            f" FP4 on {target.name}",
+            expected="activations in BF16",
+            action="set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or unset NIBBLE_SPARSE_FP4",
+        )
+
+
+def _is_in_fp4(checkpoint: Checkpoint, target: Target, plugin_options: Mapping[str, Any]) -> bool:
+    """Whether a server would multiply activations in FP4."""
+    is_weight_only = plugin_options.get("nvfp4_activations") == "bf16"
+    declares = "fp4" in checkpoint.scheme.activations
+    return target.features.has_fp4_mma and declares and not is_weight_only
 
 
 def _check_our_kernel(
@@ -122,16 +142,23 @@ def _check_our_kernel(
             expected="a mixture of experts",
             action=unset_it,
         )
-    is_weight_only = (
-        asked(flags.plain).get("nvfp4_activations") == "bf16" or "fp4" not in scheme.activations
-    )
-    if target.features.has_fp4_mma and not is_weight_only:
+    if not _is_in_fp4(checkpoint, target, asked(flags.plain)):
+        return
+    action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {unset_it}"
+    if is_quartet2 or not has_our_fp4_products(target):
         what = (
             f"{option_set} keeps activations in BF16, but {checkpoint.id} has them in FP4 on"
             f" {target.name}"
         )
-        action = f"set NIBBLE_NVFP4_ACTIVATIONS=bf16 too, or {unset_it}"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="activations in BF16", action=action)
+    split = int(flags.plain.get("--tensor-parallel-size") or 1)
+    if part == "linear" and checkpoint.weights and (problem := columns_problem(checkpoint, split)):
+        raise NibbleError(
+            ExitCode.CONFIG,
+            what=f"{option_set} cannot serve {checkpoint.id} with FP4 activations: {problem}",
+            expected="other columns on a GPU, or activations in BF16",
+            action=action,
+        )
 
 
 def with_served_activations(

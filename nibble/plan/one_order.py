@@ -17,6 +17,7 @@ from nibble.engine.contract import BATCH_INVARIANT as INVARIANT
 from nibble.engine.contract import GPU_LINEAR
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
+from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import asked
 from nibble.recipes.rules import in_effect
@@ -48,6 +49,17 @@ def check_one_order(inputs: PlanInputs, args: Mapping[str, Any]) -> None:
         )
         action = f"unset NIBBLE_MOE_KERNEL or drop --moe-kernel, or unset {INVARIANT}"
         raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's experts", action=action)
+    is_ours = asked(args).get("linear_kernel") == "nibble"
+    if is_ours and serves_in_fp4(checkpoint, inputs.target):
+        what = (
+            f"NIBBLE_LINEAR_KERNEL=nibble is set with {INVARIANT}, but the order of its W4A4 sums"
+            " depends on the number of rows"
+        )
+        action = (
+            "set NIBBLE_NVFP4_ACTIVATIONS=bf16, or unset NIBBLE_LINEAR_KERNEL or drop"
+            f" --linear-kernel, or unset {INVARIANT}"
+        )
+        raise NibbleError(ExitCode.CONFIG, what=what, expected="vLLM's kernel", action=action)
     kernels = (
         kernels_in_one_order(checkpoint, inputs.target)
         if _may_have_nvfp4_layers(checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nibble.plan.choice import Choice
-from nibble.trials.choose import ShapeChoice, Use
+from nibble.trials.choose import LINEAR, Part, ShapeChoice, Use
 
 DEFAULT_SEQUENCES = 256  # vLLM's, where nothing sets --max-num-seqs
 UNTRIED = "a start here, or `nibble tune`, tries it on this machine"
@@ -17,7 +17,7 @@ class PartKernels:
     such NVFP4 layers. `shapes`: the choice for each shape, where trials on this machine count.
     `backend`: a --linear-backend in place of vLLM's choice, which was wrong here. `uses`: the
     shapes that a start tries first, with nibble's kernel (`tries_ours`), for time too (`is_timed`);
-    empty for another machine.
+    empty for another machine. `part`: the trials of these layers.
     """
 
     choice: Choice | None = None
@@ -27,3 +27,4 @@ class PartKernels:
     uses: tuple[Use, ...] = ()
     tries_ours: bool = False
     is_timed: bool = False
+    part: Part = LINEAR

@@ -12,7 +12,7 @@ from nibble.machine.gpu_users import gpu_uses
 from nibble.plan.part_kernels import PartKernels
 from nibble.plan.plan import Plan
 from nibble.trials.catalog import vllm_kernels
-from nibble.trials.choose import EXPERTS, LINEAR, Part, vllm_fault
+from nibble.trials.choose import Part, vllm_fault
 from nibble.trials.findings import not_idle
 from nibble.trials.place import place_of
 from nibble.trials.record import Record, open_record
@@ -36,8 +36,8 @@ def should_try(plan: Plan, cache: Path, say: Say) -> Record | None:
 
 def _parts(plan: Plan) -> dict[Part, PartKernels]:
     """The kinds of layers that have kernels to try."""
-    found = {LINEAR: plan.linear_kernels, EXPERTS: plan.expert_kernels}
-    return {part: kernels for part, kernels in found.items() if kernels.uses}
+    found = (plan.linear_kernels, plan.expert_kernels)
+    return {kernels.part: kernels for kernels in found if kernels.uses}
 
 
 def _is_open(part: Part, kernels: PartKernels, record: Record) -> bool:
@@ -61,7 +61,9 @@ def try_kernels(plan: Plan, record: Record, environ: Mapping[str, str], say: Say
     parts = {part: found for part, found in _parts(plan).items() if _is_open(part, found, record)}
     ours = any(kernels.tries_ours for kernels in parts.values())
     kernels = "nibble's and vLLM's kernels" if ours else "vLLM's kernel"
-    layers = " and ".join("experts" if part is EXPERTS else "linear layers" for part in parts)
+    layers = " and ".join(
+        "experts" if part.task == "experts" else "linear layers" for part in parts
+    )
     say(
         f"trying {kernels} for {layers} on this GPU, once for this driver and build, for"
         f" {WORK_S:.0f} s at most after their processes have started"
@@ -81,7 +83,8 @@ def try_kernels(plan: Plan, record: Record, environ: Mapping[str, str], say: Say
     ]
     kept, outcomes = tune(wanted, record, child)
     for each in wanted:
-        if each.part is LINEAR and not each.with_ours and vllm_fault(kept, each.uses):
+        is_linear = each.part.task == "linear"
+        if is_linear and not each.with_ours and vllm_fault(kept, each.uses):
             others = run_trials(_others(plan, each), child, at_once=4, work_s=WORK_S)
             kept = kept.with_outcomes(others)
     for outcome in outcomes:

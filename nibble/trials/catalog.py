@@ -34,6 +34,9 @@ HEAD_ROWS = (1, 3, 8, 9)
 
 OURS, THEIRS, OUR_EXPERTS = "nibble", "vllm:auto:bf16", "experts"
 OUR_PARTS = ("decode", "warpgroup", "dequantized")
+# The same with FP4 activations, on GPUs with FP4 products.
+OURS_FP4, OUR_FP4_EXPERTS = "nibble:fp4", "w4a4-experts"
+OUR_FP4_PARTS = ("w4a4", "quantize")
 # Class of vLLM's in targets/*.toml -> kernels of a trial: --linear-backend and the activations.
 BACKENDS: Mapping[str, tuple[str, ...]] = {
     "HummingNvFp4LinearKernel": ("vllm:humming:bf16",),
@@ -71,7 +74,7 @@ def _gpu(target: Target, gpus: int, with_vllm: bool) -> Iterable[Trial]:
     yield Trial("fp8", "fp8", "fp8", "cuda", GPU_SHAPES, FP8_ROWS, TIMED_ROWS[:2])
     yield Trial("sparse", "linear", "sparse", "cuda", GPU_SHAPES, SPARSE_ROWS, TIMED_ROWS[:2])
     yield Trial(OUR_EXPERTS, "experts", OUR_EXPERTS, "cuda", EXPERT_SHAPES, EXPERT_ROWS)
-    kernel = "w4a4-experts"
+    kernel = OUR_FP4_EXPERTS
     yield Trial(kernel, "experts", kernel, "cuda", W4A4_EXPERT_SHAPES, EXPERT_ROWS)
     yield Trial("quantize", "quantize", "quantize", "cuda", CPU_SHAPES, CPU_ROWS)
     for kernel in vllm_kernels(target) if with_vllm else ():

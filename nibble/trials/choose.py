@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nibble.trials.catalog import OUR_EXPERTS, OUR_PARTS, OURS
+from nibble.trials.catalog import (
+    OUR_EXPERTS,
+    OUR_FP4_EXPERTS,
+    OUR_FP4_PARTS,
+    OUR_PARTS,
+    OURS,
+    OURS_FP4,
+)
 from nibble.trials.record import Record, ShapeTimes
 from nibble.trials.trial import Outcome, Shape, Task, shape_name
 
@@ -45,6 +52,9 @@ class Part:
 LINEAR = Part("linear", OURS, (*OUR_PARTS, "conversions"), "vllm:auto", TRUTH_ROWS)
 # Fewer: the right sum of many experts in float64 takes longer than a kernel's.
 EXPERTS = Part("experts", OUR_EXPERTS, ("conversions",), "vllm:experts", (1, 16, 200, 1100))
+# The same layers where nibble's kernels multiply FP4 activations.
+LINEAR_FP4 = replace(LINEAR, ours=OURS_FP4, checks=(*OUR_FP4_PARTS, "conversions"))
+EXPERTS_FP4 = replace(EXPERTS, ours=OUR_FP4_EXPERTS, checks=("quantize", "conversions"))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.when_changed(*OPERATORS, "nibble/trials")
 
 LINEAR = ((136, 160), (24, 288))
 W4A4 = Trial("w4a4", "linear", "w4a4:fp4", "cpu", LINEAR, (1, 19))
+WHOLE = Trial("nibble:fp4", "linear", "nibble:fp4", "cpu", LINEAR, (1, 16, 17, 600))
 FP8 = Trial("fp8", "fp8", "fp8", "cpu", ((136, 160), (264, 272)), (1, 9, 33))
 SPARSE = Trial("sparse", "linear", "sparse", "cpu", LINEAR, (1, 9, 65))
 EXPERTS = Trial(
@@ -34,7 +35,7 @@ EXPERTS = Trial(
     ((4, 2, 128, 96, 2), (6, 3, 144, 48, 1)),
     (1, 17),
 )
-TRIALS = [W4A4, FP8, SPARSE, EXPERTS]
+TRIALS = [W4A4, WHOLE, FP8, SPARSE, EXPERTS]
 OF_EACH = pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 
 
@@ -59,7 +60,9 @@ def test_a_planted_fault_is_found(
     assert found["verdict"] == verdict, found
 
 
-@pytest.mark.parametrize(("trial", "count"), [(FP8, 2), (SPARSE, 2)], ids=["fp8", "sparse"])
+@pytest.mark.parametrize(
+    ("trial", "count"), [(FP8, 2), (SPARSE, 2), (WHOLE, 2)], ids=["fp8", "sparse", "nibble:fp4"]
+)
 def test_a_right_kernel_has_times(kernels: ModuleType, trial: Trial, count: int) -> None:
     found = result(replace(trial, timed_rows=(1, 16), seconds_each=0.001))
     assert len(found["times"]) == count
@@ -120,6 +123,35 @@ def test_a_number_at_another_place_of_its_four_is_found(
 
     monkeypatch.setattr(module, "pack_sparse", wrong)
     assert result(SPARSE)["verdict"] == "wrong"
+
+
+@pytest.mark.parametrize("trial", [W4A4, WHOLE], ids=lambda trial: trial.name)
+@pytest.mark.parametrize("option", ["column_scale", "bias", "silu_mul"])
+def test_a_fault_after_the_sum_is_found(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, trial: Trial, option: str
+) -> None:
+    """Of the operator alone, and of the whole one."""
+    import nibble_kernels.nvfp4_linear.w4a4 as module
+
+    name = "nvfp4_w4a4_linear" if trial is W4A4 else "nvfp4_w4a4_weight_linear"
+    right: Any = getattr(module, name)
+
+    def wrong(*given: Any, **options: Any) -> Tensor:
+        value = options.get(option)
+        if isinstance(value, Tensor):
+            options[option] = value.roll(1)
+        y = right(*given, **options)
+        return y * 1.1 if value is True else y
+
+    monkeypatch.setattr(module, name, wrong)
+    found = result(trial)
+    what = "silu" if option == "silu_mul" else "factors and bias"
+    assert found["verdict"] == "wrong" and what in found["detail"], found
+
+
+def test_columns_that_the_kernel_does_not_take_are_no_fault(kernels: ModuleType) -> None:
+    found = result(replace(WHOLE, shapes=((136, 176),)))
+    assert found["verdict"] == "refused" and "no columns in 32s" in found["detail"]
 
 
 @pytest.mark.parametrize("which", [0, 1])

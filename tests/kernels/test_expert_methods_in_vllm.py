@@ -1,5 +1,6 @@
 """Each method of vLLM's for NVFP4 experts, in vLLM's own layers, with nibble's kernel for GPUs:
-formats, activations by vLLM's definitions, biases, expert parallelism, and what is refused by name.
+formats, activations by vLLM's definitions and in FP4, biases, expert parallelism, and what is
+refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,19 @@ SERVED: list[Case] = [
     {"form": "modelopt", "activation": "relu2_no_mul"},
     {"form": "compressed-tensors", "activation": "silu_no_mul"},
     {"form": "modelopt", "activation": "silu", "part": True},
+    {"form": "modelopt fp4", "activation": "silu"},
+    {"form": "compressed-tensors fp4", "activation": "silu"},
+    {"form": "modelopt fp4", "activation": "silu", "swiglu_limit": 0.5},
+    {"form": "modelopt fp4", "activation": "gelu_tanh"},
+    {"form": "modelopt fp4", "activation": "swigluoai", "biased": True},
+    {"form": "compressed-tensors fp4", "activation": "swigluoai", "biased": True},
+    {"form": "modelopt fp4", "activation": "relu2_no_mul"},
+    {"form": "compressed-tensors fp4", "activation": "silu_no_mul"},
+    {"form": "modelopt fp4", "activation": "silu", "part": True},
+    {"form": "modelopt fp4", "activation": "silu", "options": {"sparse_fp4": "on"}},
 ]
+FP4: Case = {"form": "modelopt fp4", "activation": "silu"}
+IN_FP4 = "by nibble's GPU kernel for FP4 activations; expected silu or gelu_tanh or relu2"
 OTHERS = "gelu_tanh or relu2, limits or biases"
 REFUSED: list[tuple[Case, str]] = [
     ({"form": "modelopt", "activation": "gelu"}, OTHERS),
@@ -46,6 +59,18 @@ REFUSED: list[tuple[Case, str]] = [
         "EPLB is not supported NibbleCompressedTensorsNvFp4MoE",
     ),
     ({"form": "modelopt per token", "activation": "silu"}, "nvfp4_per_token are not supported"),
+    ({"form": "modelopt per token fp4", "activation": "silu"}, "nvfp4_per_token are not supported"),
+    ({"form": "modelopt fp4", "activation": "gelu"}, IN_FP4),
+    (FP4 | {"apply_router_weight_on_input": True}, IN_FP4),
+    (FP4 | {"experts": 1026}, "1026 experts are not supported"),
+    (FP4 | {"bad": "input_scale"}, "has an input scale of w2 that is not a positive number"),
+    (
+        {"form": "compressed-tensors fp4", "activation": "silu", "bad": "input_global_scale"},
+        "has an input scale of w2 that is not a positive number",
+    ),
+    (FP4 | {"eplb": True}, "EPLB is not supported NibbleModelOptW4A4MoE"),
+    (FP4 | {"invariant": "1"}, "VLLM_BATCH_INVARIANT rules out nibble's NVFP4 experts"),
+    (FP4 | {"backend": "marlin"}, "--moe-backend marlin and nibble's NVFP4 experts"),
     (
         {"form": "modelopt", "activation": "silu", "biased": True, "own": False},
         "vLLM's NVFP4 experts would leave the biases",
@@ -56,12 +81,16 @@ REFUSED: list[tuple[Case, str]] = [
     ),
 ]
 LIMIT = 0.004  # three roundings to BF16
+WEIGHTS_ALONE: list[Case] = [
+    {"form": form, "activation": "silu", "options": {"nvfp4_activations": "bf16"}}
+    for form in ("modelopt fp4", "compressed-tensors fp4")
+]
 
 
 @pytest.fixture(scope="module")
 def found(installed: Any) -> dict[str, float | str]:
     """The error of each case, or what refused it."""
-    cases = [*SERVED, *(case for case, _ in REFUSED)]
+    cases = [*SERVED, *WEIGHTS_ALONE, *(case for case, _ in REFUSED)]
     results = findings(installed, ["-m", "tests.support.in_vllm.expert_layers"], cases)
     return {str(case): result for case, result in zip(cases, results, strict=True)}
 
@@ -71,6 +100,14 @@ def test_the_layer_computes_vllms_formula(found: dict[str, float | str], case: C
     error = found[str(case)]
     assert isinstance(error, float), error
     assert error < LIMIT
+
+
+@pytest.mark.parametrize("case", WEIGHTS_ALONE, ids=str)
+def test_with_bf16_activations_the_formula_is_another(
+    found: dict[str, float | str], case: Case
+) -> None:
+    """So that a kernel without FP4 activations would not pass above."""
+    assert float(found[str(case)]) > 10 * LIMIT
 
 
 @pytest.mark.parametrize(("case", "name"), REFUSED, ids=str)

@@ -22,8 +22,11 @@ from nibble.trials.worker.vllm_layers import enter_world
 enter_world("cpu")
 from vllm.model_executor.layers.quantization import modelopt
 from nibble.engine.plugin import cpu
+from nibble.trials.worker import vllm_experts
 modelopt.ModelOptNvFp4Config.FusedMoEMethodCls = cpu.CpuModelOptNvFp4MoE
 for words in json.load(sys.stdin):
+    compares = words.pop("compares_in_fp4", False)
+    vllm_experts._compares_in_fp4 = lambda device: compares
     found = experts.run(Trial.from_json(words), Teller(lambda *told: None))
     print("FOUND", json.dumps(found), flush=True)
 """
@@ -46,6 +49,11 @@ def found(installed: Any) -> list[dict[str, Any]]:
     trials = [trial(name) for name in ("experts", "vllm:experts:bf16", "vllm:experts:fp4")]
     up_alone = {"shapes": [[6, 3, 64, 48, 1]]}
     trials += [trials[0] | up_alone, trials[0] | {"plant": "wrong"}]
+    # vLLM builds a layer of a name once in a process.
+    in_fp4 = {"compares_in_fp4": True, "shapes": [[4, 2, 128, 64, 2]]}
+    trials += [trial("w4a4-experts") | in_fp4, trial("vllm:experts:fp4") | in_fp4]
+    other = {"plant": "wrong", "shapes": [[5, 2, 128, 64, 2]]}
+    trials += [trial("vllm:experts:fp4") | in_fp4 | other]
     return findings(installed, ["-c", PROGRAM], trials)
 
 
@@ -59,6 +67,13 @@ def test_both_are_right_and_have_times(found: list[dict[str, Any]]) -> None:
 
 def test_a_kernel_that_rounds_the_activations_is_not_compared(found: list[dict[str, Any]]) -> None:
     assert found[2]["verdict"] == "refused" and "quantizes the activations" in found[2]["detail"]
+
+
+def test_with_fp4_products_both_round_them_and_have_times(found: list[dict[str, Any]]) -> None:
+    for outcome, ran in zip(found[5:7], ("nibble", "CpuModelOptNvFp4MoE"), strict=True):
+        assert outcome["verdict"] == "right" and outcome["ran"] == ran, outcome
+        assert set(outcome["times"]["4x2x128x64x2"]) == {"1", "16"}
+    assert found[7]["verdict"] == "wrong"
 
 
 def test_experts_without_a_gate_are_right(found: list[dict[str, Any]]) -> None:

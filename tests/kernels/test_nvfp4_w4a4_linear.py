@@ -56,6 +56,63 @@ def test_sums_are_rounded_once(kernels: ModuleType, device: str, dtype: torch.dt
         assert_rounded_once(y.cpu(), rounded, values, factor, bias.double())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 129, 512, 513, 1100])
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_one_operator_is_quantization_product_and_residual(
+    kernels: ModuleType, device: str, tokens: int, silu_mul: bool
+) -> None:
+    """Any number of rows, in one format of activations; more than 512 are multiplied in slices."""
+    from nibble_kernels.activation_quant.reference import nvfp4_quant
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_weight_linear
+
+    rows, columns = 48, 416
+    weight, values = prepared(device, rows, columns)
+    x = activations(tokens, columns, torch.bfloat16) / 16
+    inverse = fitting_scale(x)
+    factors, bias = torch.rand(rows) + 0.5, torch.randn(rows).bfloat16()
+    options: dict[str, Any] = {"column_scale": factors.to(device), "bias": bias.to(device)}
+    options["silu_mul"] = silu_mul
+
+    def product(**more: Any) -> Tensor:
+        given = (x.to(device), inverse.to(device), weight, 1e-3)
+        return nvfp4_w4a4_weight_linear(*given, **options, **more)
+
+    y, rounded = product(), values_of(*nvfp4_quant(x, inverse, tiled=False, exact=True))
+    exact = rounded @ values.T * 1e-3 * factors.double() + bias.double()
+    bound = 2.0**-12 * (rounded.abs() @ values.abs().T * 1e-3 * factors.double() + 1)
+    if silu_mul:
+        gate, up = exact.chunk(2, dim=-1)
+        of_gate, of_up = bound.chunk(2, dim=-1)
+        exact = torch.nn.functional.silu(gate) * up
+        bound = 1.1 * of_gate * up.abs() + of_up * gate.abs()
+    assert ((y.cpu().double() - exact).abs() <= exact.abs() * 2.0**-8 + bound).all()
+    residual = torch.randn(y.shape).bfloat16().to(device)
+    assert_same_bits((product(residual=residual).cpu(),), ((y + residual).cpu(),))
+
+
+def test_the_operator_takes_any_number_of_rows_compiled_once(kernels: ModuleType) -> None:
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_weight_linear
+
+    weight, _ = prepared("cpu", 24, 160)
+    inverse, graphs = torch.tensor(50.0), list[Any]()
+
+    def product(x: Tensor) -> Tensor:
+        return nvfp4_w4a4_weight_linear(x, inverse, weight, GLOBAL_SCALE, silu_mul=True)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(product, backend=backend, dynamic=True, fullgraph=True)
+    for tokens in (3, 17, 600):
+        x = activations(tokens, 160, torch.bfloat16)
+        assert_same_bits((compiled(x),), (product(x),))
+    assert len(graphs) == 1
+    called = [str(node.target) for node in graphs[0].graph.nodes if "nibble" in str(node.target)]
+    assert called == ["nibble.nvfp4_w4a4_weight_linear.default"]
+
+
 def test_what_comes_before_is_quantized_with_it(kernels: ModuleType) -> None:
     from nibble_kernels import activation_quant as quant
     from nibble_kernels.nvfp4_linear import w4a4
@@ -90,12 +147,25 @@ def test_the_self_test_compares_it(kernels: ModuleType) -> None:
 
 
 def test_what_it_does_not_take_is_named(kernels: ModuleType) -> None:
-    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_product, quantized_rows
+    from nibble_kernels.nvfp4_linear.w4a4 import (
+        nvfp4_w4a4_product,
+        nvfp4_w4a4_weight_linear,
+        quantized_rows,
+    )
 
     weight, _ = prepared("cpu", 24, 160)
     codes, scales = torch.zeros(1, 80, dtype=torch.uint8), e4m3(128, 12)
     x = quantized_rows(codes, scales, tiled=True)
     product: Any = nvfp4_w4a4_product
+    inverse = torch.ones(1)
+    with pytest.raises(ValueError, match="prepared with native=True"):
+        nvfp4_w4a4_weight_linear(
+            torch.zeros(1, 160).bfloat16(), inverse, weight._replace(native=False), 1.0
+        )
+    with pytest.raises(ValueError, match="expected bfloat16 or float16"):
+        nvfp4_w4a4_weight_linear(torch.zeros(1, 160), inverse, weight, 1.0)
+    with pytest.raises(ValueError, match="a multiple of 32 columns; got 144"):
+        nvfp4_w4a4_weight_linear(torch.zeros(1, 144).bfloat16(), inverse, weight, 1.0)
     with pytest.raises(ValueError, match="prepared with native=True"):
         product(x, weight._replace(native=False), 1.0, torch.bfloat16)
     with pytest.raises(ValueError, match="expected bfloat16 or float16"):
@@ -123,7 +193,7 @@ def test_scales_of_the_other_layout_are_refused(kernels: ModuleType, device: str
         with pytest.raises(TypeError, match=r"Use quantized_rows\(codes, scales, tiled=…\)"):
             product(bare, weight, GLOBAL_SCALE, torch.bfloat16)
     operator = torch.ops.nibble.nvfp4_w4a4_linear
-    options = (*weight[:3], GLOBAL_SCALE, None, None, False, False)
+    options = (*weight[:3], GLOBAL_SCALE, None, None, None, False, False)
     for other in (by_row[None], tiled.T, tiled.flatten()):
         # A GPU's operator raises RuntimeError.
         with pytest.raises((ValueError, RuntimeError), match="scales of 128 by 192 in 128x4 tiles"):

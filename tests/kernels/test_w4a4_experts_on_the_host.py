@@ -183,3 +183,18 @@ def test_a_tile_has_room_for_twice_the_average(library: ctypes.CDLL) -> None:
     cases = ((1, 512), (512, 64), (576, 64), (1024, 64), (2048, 64), (2112, 64), (10**6, 8))
     found = [tokens(pairs, experts) for pairs, experts in cases]
     assert found == [16, 16, 32, 32, 64, 128, 128]
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 700, 8192])
+@pytest.mark.parametrize(
+    "shape", [(128, 8, 2048, 768, 2), (256, 8, 2048, 512, 2), (8, 2, 1040, 176, 1)]
+)
+def test_the_plan_counts_the_workspace(
+    library: ctypes.CDLL, shape: tuple[int, ...], tokens: int
+) -> None:
+    from nibble.plan.w4a4_memory import expert_bytes
+
+    experts, chosen, hidden, inner, _ = shape
+    library.w4a4_workspace_bytes.restype = ctypes.c_int64
+    found = library.w4a4_workspace_bytes(tokens * chosen, experts, hidden, inner, hidden, 48)
+    assert found == expert_bytes(shape, tokens, 48)

@@ -69,15 +69,18 @@ def multiply(library: ctypes.CDLL, kernels: object) -> Multiply:
         late: bool = True,
         column_scale: Tensor | None = None,
         bias: Tensor | None = None,
+        residual: Tensor | None = None,
         silu_mul: bool = False,
+        most_tokens: int = 512,
     ) -> Tensor:
         tile, _, rows, columns, blocks = case
         prepared = prepare_weight(*weight, native=True)
         tokens = len(x[0])
         out = torch.full((tokens, rows // (2 if silu_mul else 1)), float("nan"), dtype=dtype)
-        tensors = (*x, prepared.codes, prepared.scales, column_scale, bias, out)
+        tensors = (*x, prepared.codes, prepared.scales, column_scale, bias, residual, out)
         arguments: list[Any] = [late, dtype == torch.bfloat16, tile, *pointers(*tensors)]
         arguments += [ctypes.c_float(GLOBAL_SCALE), tokens, rows, columns, blocks, silu_mul]
+        arguments.append(most_tokens)
         library.multiply_w4a4_on_the_host(*arguments)
         return out
 
@@ -120,6 +123,41 @@ def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply) -> None:
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
 
 
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_a_residual_is_added_to_what_is_rounded(multiply: Multiply, silu_mul: bool) -> None:
+    case = (32, 40, 264, 1056, 5)
+    _, tokens, rows, columns, _ = case
+    weight = packed_weight(rows, columns)
+    *x, _ = quantized(activations(tokens, columns, torch.bfloat16))
+    residual = torch.randn(tokens, rows // (2 if silu_mul else 1)).bfloat16()
+    alone = multiply(case, x, weight, silu_mul=silu_mul)
+    together = multiply(case, x, weight, residual=residual, silu_mul=silu_mul)
+    assert_same_bits((together,), (alone + residual,))
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_slices_of_x_give_the_rows_of_the_whole(multiply: Multiply, silu_mul: bool) -> None:
+    """300 tokens in slices of 128: the third begins in the third tile of scales. K has an odd
+    number of tiles, and one block a unit adds in the same order.
+    """
+    rows, columns, tokens = 48, 160, 300
+    weight = packed_weight(rows, columns)
+    *x, _ = quantized(activations(tokens, columns, torch.bfloat16))
+    residual = torch.randn(tokens, rows // (2 if silu_mul else 1)).bfloat16()
+    whole, sliced = (
+        multiply(
+            (64, tokens, rows, columns, 1),
+            x,
+            weight,
+            residual=residual,
+            silu_mul=silu_mul,
+            most_tokens=most,
+        )
+        for most in (512, 128)
+    )
+    assert_same_bits((sliced,), (whole,))
+
+
 def test_a_token_changes_no_other(multiply: Multiply) -> None:
     case = (32, 40, 48, 1056, 1)
     weight = packed_weight(48, 1056)
@@ -138,3 +176,15 @@ def untiled(scales: Tensor, tokens: int, columns: int) -> Tensor:
     from nibble_kernels.scale_layout import untile
 
     return untile(scales, tokens, columns // 16)
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 2048, 8192])
+def test_the_plan_counts_the_workspace(library: ctypes.CDLL, tokens: int) -> None:
+    """Codes and scales as the quantization gives them, and the sums of 48 multiprocessors."""
+    from nibble_kernels.activation_quant.reference import nvfp4_quant
+
+    from nibble.plan.w4a4_memory import linear_bytes
+
+    codes, scales = nvfp4_quant(torch.zeros(tokens, 416), torch.ones(()), True, True)
+    sums = 48 * library.sum_bytes_of_a_block()
+    assert linear_bytes((256, 416), tokens, 48) == codes.nbytes + scales.nbytes + sums

@@ -17,3 +17,4 @@ HOPPER = Hardware(
 SPARK = replace(HOPPER, gpus=(GB10,), cpu_arch="aarch64")
 RTX = Gpu(0, "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 95 * GIB, 94 * GIB, "GPU-0")
 SM120 = replace(HOPPER, gpus=(RTX,))
+B200 = replace(HOPPER, gpus=(Gpu(0, "NVIDIA B200", (10, 0), 180 * GIB, 178 * GIB, "GPU-0"),))

@@ -15,11 +15,12 @@ from nibble.machine.hardware import Hardware
 from nibble.machine.targets import load_target
 from nibble.plan import gather
 from nibble.plan.expert_shapes import expert_uses
+from nibble.plan.fp4_products import has_our_fp4_products
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.plan import Plan
 from nibble.serve import first_trials
-from nibble.trials.catalog import OUR_EXPERTS, OURS
+from nibble.trials.choose import EXPERTS, EXPERTS_FP4, LINEAR, LINEAR_FP4
 from nibble.trials.place import place_of
 from nibble.trials.record import Record, ShapeTimes, open_record
 from nibble.trials.trial import Outcome, Verdict
@@ -63,7 +64,8 @@ class Machine:
         form: Any = "bf16",
     ) -> None:
         """Keep verdicts, and times of a model's shapes with these ratios of nibble's to vLLM's."""
-        known: dict[str, Verdict] = {OURS: "right", f"vllm:auto:{form}": "right"}
+        ours = (LINEAR_FP4 if self._in_fp4(target, form) else LINEAR).ours
+        known: dict[str, Verdict] = {ours: "right", f"vllm:auto:{form}": "right"}
         outcomes = [Outcome(name, verdict) for name, verdict in (known | (verdicts or {})).items()]
         shapes: dict[str, ShapeTimes] = {}
         for use in linear_uses(read_checkpoint(str(model)), 1, form):
@@ -71,22 +73,33 @@ class Machine:
             shapes[use.key] = ShapeTimes({"1": 10 * each}, {"1": 10.0}, "Marlin")
         self.record(target).with_outcomes(outcomes).with_shapes(shapes).save(print)
 
+    @staticmethod
+    def _in_fp4(target: str, form: str) -> bool:
+        return form == "fp4" and has_our_fp4_products(load_target(target))
+
     def measured_experts(
-        self, model: Path, target: str, ratio: float | None = 0.5, *words: str, **verdicts: Verdict
+        self,
+        model: Path,
+        target: str,
+        ratio: float | None = 0.5,
+        *words: str,
+        form: Any = "bf16",
+        **verdicts: Verdict,
     ) -> None:
         """The same for its experts; without a ratio, verdicts alone."""
+        part = EXPERTS_FP4 if self._in_fp4(target, form) else EXPERTS
         known: dict[str, Verdict] = {"ours": "right", "vllm": "right"}
         known |= verdicts
         outcomes = [
-            Outcome(OUR_EXPERTS, known["ours"]),
-            Outcome("vllm:experts:bf16", known["vllm"]),
+            Outcome(part.ours, known["ours"]),
+            Outcome(part.vllm_choice(form), known["vllm"]),
         ]
         found = self.record(target).with_outcomes(outcomes)
         if ratio is not None:
             args = self.plan(model, *words).args.plain
             shapes = {
                 use.key: ShapeTimes({"1": 10 * ratio}, {"1": 10.0}, "MARLIN")
-                for use in expert_uses(read_checkpoint(str(model)), args, "bf16")
+                for use in expert_uses(read_checkpoint(str(model)), args, form)
             }
             found = found.with_shapes(shapes)
         found.save(print)

@@ -12,7 +12,7 @@ import pytest
 
 from nibble.machine.hardware import Hardware
 from nibble.plan import gather
-from tests.support.hardware import HOPPER, SM120
+from tests.support.hardware import B200, HOPPER, SM120
 from tests.support.servers.hub import Hub
 from tests.support.tried_machine import Machine
 
@@ -40,6 +40,12 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], None]:
 def blackwell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This machine as one with an SM120 GPU that trials can use."""
     return Machine(tmp_path, monkeypatch, SM120)
+
+
+@pytest.fixture
+def b200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The same with a GPU whose FP4 products nibble's kernels do not have."""
+    return Machine(tmp_path, monkeypatch, B200)
 
 
 @pytest.fixture

@@ -13,11 +13,14 @@ from nibble.canary.kernels import expectations
 from nibble.checkpoint import read_checkpoint
 from nibble.cli import tune
 from nibble.errors import ExitCode, NibbleError
+from nibble.machine.hardware import Hardware
 from nibble.plan.expert_memory import dequantized_bytes, e4m3_bytes, tiles_bytes
 from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.plan import Plan
+from nibble.plan.w4a4_memory import expert_bytes
 from nibble.serve import first_trials
 from nibble.trials.trial import Outcome, Verdict
+from tests.support.hardware import SM120, SPARK
 from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, stacked, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 from tests.support.tried_machine import Machine
@@ -227,8 +230,8 @@ def test_nibbles_kernel_with_a_flag_that_it_cannot_serve_is_refused(
     assert refused.value.line().startswith(f"{flag} and NIBBLE_MOE_KERNEL=nibble are both set")
 
 
-def test_activations_in_fp4_stay_with_vllm(blackwell: Machine, tmp_path: Path) -> None:
-    found = blackwell.plan(write_experts(tmp_path / "w4a4", "nvfp4"))
+def test_fp4_products_that_nibble_has_not_stay_with_vllm(b200: Machine, tmp_path: Path) -> None:
+    found = b200.plan(write_experts(tmp_path / "w4a4", "nvfp4"))
     assert kernel(found) == "vllm" and "multiplies FP4 activations" in why(found)
     assert not found.expert_kernels.uses
 
@@ -315,6 +318,105 @@ def test_e4m3_experts_with_eplb_are_refused(hopper: Machine, tmp_path: Path) -> 
     words = ["--moe-kernel", "nibble", "--enable-expert-parallel", "--enable-eplb"]
     with pytest.raises(NibbleError, match="--enable-eplb and NIBBLE_MOE_KERNEL=nibble"):
         hopper.plan(model, *words)
+
+
+# --- W4A4 on GPUs whose FP4 products nibble's kernels have ---
+
+
+@pytest.fixture
+def w4a4(tmp_path: Path) -> Path:
+    return write_experts(tmp_path / "w4a4", "nvfp4")
+
+
+@pytest.mark.parametrize(("hardware", "target"), [(SM120, "sm120"), (SPARK, "gb10")])
+def test_w4a4_experts_are_nibbles_only_after_trials_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w4a4: Path, hardware: Hardware, target: str
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, hardware)
+    before = machine.plan(w4a4)
+    assert kernel(before) == "vllm" and "tries it on this machine" in why(before)
+    assert before.expert_kernels.tries_ours and before.expert_kernels.is_timed
+    machine.measured_experts(w4a4, target, 0.8, form="fp4")
+    found = machine.plan(w4a4)
+    assert kernel(found) == "nibble" and why(found).startswith("measured on this machine")
+    (want,) = (want for want in expectations(found, {}) if want.part == "moe")
+    assert want.allowed[:2] == ("NibbleModelOptW4A4MoE", "NibbleCompressedTensorsW4A4MoE")
+    machine.measured_experts(w4a4, target, 1.1, form="fp4")
+    assert kernel(machine.plan(w4a4)) == "vllm"
+
+
+def test_trials_of_the_bf16_experts_say_nothing_of_w4a4_ones(
+    blackwell: Machine, w4a4: Path
+) -> None:
+    blackwell.measured_experts(w4a4, "sm120", 0.5, form="bf16")
+    assert kernel(blackwell.plan(w4a4)) == "vllm"
+    assert kernel(blackwell.plan(w4a4, "--nvfp4-activations", "bf16")) == "nibble"
+
+
+@pytest.mark.parametrize("name", ["w4a4-experts", "quantize", "conversions"])
+def test_a_fault_of_the_w4a4_experts_or_of_a_part_is_named(
+    blackwell: Machine, w4a4: Path, name: str
+) -> None:
+    blackwell.measured_experts(w4a4, "sm120", 0.1, form="fp4")
+    record = blackwell.record("sm120").with_outcomes([Outcome(name, "wrong")])
+    record.save(print)
+    found = blackwell.plan(w4a4)
+    assert kernel(found) == "vllm" and f"{name}: wrong" in why(found)
+
+
+def test_nibbles_w4a4_experts_replace_those_of_vllms_that_are_wrong(
+    blackwell: Machine, w4a4: Path
+) -> None:
+    blackwell.measured_experts(w4a4, "sm120", None, form="fp4", vllm="crashed")
+    assert kernel(blackwell.plan(w4a4)) == "nibble"
+
+
+def test_a_first_start_tries_the_w4a4_experts_beside_vllms(
+    blackwell: Machine, w4a4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        asked.extend(trial.name for trial in trials)
+        return [Outcome(trial.name, "right") for trial in trials]
+
+    monkeypatch.setattr("nibble.trials.tune.run_trials", run)
+    monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: [])
+    record = first_trials.should_try(before := blackwell.plan(w4a4), blackwell.folder, print)
+    assert record is not None
+    first_trials.try_kernels(before, record, {}, print)
+    assert asked == ["w4a4-experts", "vllm:experts:fp4"]
+
+
+@pytest.mark.parametrize(
+    ("form", "ours"), [("", ("experts", "nibble")), (":fp4", ("w4a4-experts", "nibble:fp4"))]
+)
+def test_tune_times_the_kernels_of_the_format_of_activations(
+    blackwell: Machine, monkeypatch: pytest.MonkeyPatch, form: str, ours: tuple[str, str]
+) -> None:
+    asked: list[str] = []
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        asked.extend(trial.name for trial in trials)
+        return [Outcome(trial.name, "right") for trial in trials]
+
+    monkeypatch.setattr("nibble.trials.tune.run_trials", run)
+    monkeypatch.setattr(tune, "gpu_uses", lambda indices: [])
+    monkeypatch.setattr(tune, "detect", lambda environ: blackwell.hardware)
+    environ = {"HF_HUB_OFFLINE": "1", "NIBBLE_CACHE_DIR": str(blackwell.folder)}
+    shapes = [f"4x2x64x32x2{form}", f"4096x4096{form}"]
+    tune.tune_model([], environ, shapes)
+    kind = form.removeprefix(":") or "bf16"
+    assert sorted(asked) == sorted([*ours, f"vllm:auto:{kind}", f"vllm:experts:{kind}"])
+    if form:
+        with pytest.raises(NibbleError, match="columns that are one of 32"):
+            tune.tune_model([], environ, ["4096x4112:fp4"])
+
+
+def test_the_workspace_of_w4a4_experts_is_in_the_budget(blackwell: Machine, w4a4: Path) -> None:
+    theirs = blackwell.plan(w4a4).budget.workspace_bytes
+    ours = blackwell.plan(w4a4, "--moe-kernel", "nibble").budget.workspace_bytes
+    assert ours - theirs == expert_bytes((4, 2, 64, 32, 2), 8192, 188) > 0
 
 
 # --- memory ---

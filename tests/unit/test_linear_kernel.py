@@ -14,6 +14,7 @@ import pytest
 
 from nibble.canary.kernels import expectations
 from nibble.engine import installed
+from nibble.errors import NibbleError
 from nibble.machine.hardware import Gpu, Hardware
 from nibble.machine.paths import root
 from nibble.plan import gather as prepare
@@ -121,8 +122,11 @@ def test_a_diffusion_model_takes_nibbles_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["gb10", "sm120", "b200"])
 def test_where_it_has_not_run_nibbles_kernel_is_not_chosen(model: Path, target: str) -> None:
-    for words in ((), ("--nvfp4-activations", "bf16")):
-        assert "is tested only on hopper" in reason(plan(model, *words, target=target), "vllm")
+    bf16 = plan(model, "--nvfp4-activations", "bf16", target=target)
+    assert "is tested only on hopper" in reason(bf16, "vllm")
+    why = reason(plan(model, target=target), "vllm")
+    w4a4 = f"nibble's W4A4 kernel has not been measured in a server on {target}"
+    assert why == ("nibble's kernel is tested only on hopper" if target == "b200" else w4a4)
 
 
 def test_what_has_no_nvfp4_product_on_a_gpu_has_no_choice(model: Path, tmp_path: Path) -> None:
@@ -193,6 +197,11 @@ def quartet2(tmp_path: Path) -> Path:
 
 def test_quartet_ii_takes_nibbles_kernel(quartet2: Path) -> None:
     assert reason(plan(quartet2, MAX_NUM_SEQS="64"), "nibble") == FOR_ALL_ROWS
+
+
+def test_quartet_ii_keeps_its_own_fp4_products_on_sm12x(quartet2: Path) -> None:
+    with pytest.raises(NibbleError, match="has them in FP4 on gb10"):
+        plan(quartet2, "--linear-kernel", "nibble", target="gb10")
 
 
 def test_what_vllm_cannot_serve_in_one_order_of_sums_is_for_nibbles_kernel(

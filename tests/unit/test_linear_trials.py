@@ -12,14 +12,16 @@ from nibble.canary.kernels import expectations
 from nibble.checkpoint import read_checkpoint
 from nibble.engine.contract import Options
 from nibble.machine.gpu_users import GpuUse
+from nibble.machine.hardware import Hardware
 from nibble.plan.linear_shapes import linear_uses
 from nibble.plan.plan import Plan
+from nibble.plan.w4a4_memory import linear_bytes
 from nibble.serve import first_trials
 from nibble.trials import tune as tune_module
-from nibble.trials.catalog import OURS
+from nibble.trials.catalog import OURS, OURS_FP4
 from nibble.trials.trial import Outcome, Verdict, shape_name
-from tests.support.hardware import HOPPER
-from tests.support.models.tiny_checkpoint import tensors, write_checkpoint
+from tests.support.hardware import HOPPER, SM120, SPARK
+from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, tensors, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 from tests.support.tried_machine import Machine
 
@@ -102,8 +104,9 @@ def test_a_fault_of_the_kernel_that_the_user_names_is_a_note(hopper: Machine, w4
 
 
 def test_another_backend_of_vllms_replaces_its_wrong_choice(blackwell: Machine, w4a4: Path) -> None:
-    """W4A4 layers multiply in FP4 there, which nibble's kernel cannot."""
+    """Where nibble's kernel has a fault too."""
     wrong: dict[str, Verdict] = {"vllm:auto:fp4": "wrong", "vllm:marlin:bf16": "right"}
+    wrong |= {OURS_FP4: "hung"}
     blackwell.measured(w4a4, "sm120", 0.5, wrong, "fp4")
     found = blackwell.plan(w4a4)
     assert found.args["--linear-backend"].value == "marlin" and options(found) == {}
@@ -169,12 +172,11 @@ def test_another_hopper_is_tried(
     assert tries(machine, found) and options(found) == {"linear_kernel": "nibble"}
 
 
-def test_vllms_kernel_alone_is_tried_where_nibbles_cannot_serve(
-    blackwell: Machine, w4a4: Path
-) -> None:
-    kernels = blackwell.plan(w4a4).linear_kernels
+def test_vllms_kernel_alone_is_tried_where_nibbles_cannot_serve(b200: Machine, w4a4: Path) -> None:
+    """Its FP4 products nibble's kernels do not have."""
+    kernels = b200.plan(w4a4).linear_kernels
     assert kernels.uses and not kernels.tries_ours and not kernels.is_timed
-    named = blackwell.plan(w4a4, VLLM_EXTRA_ARGS="--linear-backend marlin").linear_kernels
+    named = b200.plan(w4a4, VLLM_EXTRA_ARGS="--linear-backend marlin").linear_kernels
     assert not named.uses
 
 
@@ -240,7 +242,7 @@ def test_a_first_start_keeps_what_it_measured_and_names_a_fault(
 
 
 def test_another_kernel_of_vllms_is_tried_after_a_fault_of_its_choice(
-    blackwell: Machine, w4a4: Path, monkeypatch: pytest.MonkeyPatch
+    b200: Machine, w4a4: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
 
@@ -253,9 +255,156 @@ def test_another_kernel_of_vllms_is_tried_after_a_fault_of_its_choice(
     for module in (tune_module, first_trials):
         monkeypatch.setattr(module, "run_trials", run)
     monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: [])
+    before = b200.plan(w4a4)
+    record = first_trials.should_try(before, b200.folder, print)
+    assert record is not None
+    first_trials.try_kernels(before, record, {}, print)
+    cutedsl = [f"vllm:flashinfer_cutedsl:{form}" for form in ("fp4", "bf16")]
+    assert tried == ["vllm:auto:fp4", *cutedsl, "vllm:flashinfer_cutlass:fp4"]
+    assert b200.plan(w4a4).args["--linear-backend"].value == "flashinfer_cutedsl"
+
+
+# --- W4A4 on GPUs whose FP4 products nibble's kernels have ---
+
+
+def why(found: Plan) -> str:
+    return found.choices["linear_kernel"].reason
+
+
+@pytest.mark.parametrize(("hardware", "target"), [(SM120, "sm120"), (SPARK, "gb10")])
+def test_w4a4_layers_get_nibbles_kernel_only_after_trials_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w4a4: Path, hardware: Hardware, target: str
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, hardware)
+    before = machine.plan(w4a4)
+    assert options(before) == {} and "tries it on this machine" in why(before)
+    assert before.linear_kernels.tries_ours and before.linear_kernels.is_timed
+    machine.measured(w4a4, target, 0.5, form="fp4")
+    after = machine.plan(w4a4)
+    assert options(after) == {"linear_kernel": "nibble"}
+    assert why(after).startswith("measured on this machine: nibble's for")
+    assert not tries(machine, after)
+    machine.measured(w4a4, target, 1.2, form="fp4")
+    assert options(machine.plan(w4a4)) == {}
+
+
+def test_a_slower_w4a4_shape_stays_vllms(blackwell: Machine, w4a4: Path) -> None:
+    slow = first_shape(w4a4)
+    blackwell.measured(w4a4, "sm120", {slow: 1.2}, form="fp4")
+    found = blackwell.plan(w4a4)
+    assert options(found) == {"linear_kernel": "nibble", "vllm_shapes": slow}
+    (want,) = (want for want in expectations(found, {}) if want.part == "linear")
+    assert want.allowed[0] == "NibbleNvFp4W4A4LinearKernel"
+    assert "MarlinNvFp4LinearKernel" in want.allowed
+
+
+def test_the_times_of_another_format_of_activations_do_not_count(
+    blackwell: Machine, w4a4: Path
+) -> None:
+    """Nor the verdict of the kernel that leaves activations in BF16."""
+    blackwell.measured(w4a4, "sm120", 0.5, {"vllm:auto:fp4": "right"}, form="bf16")
+    assert options(blackwell.plan(w4a4)) == {}
+    bf16 = blackwell.plan(w4a4, "--nvfp4-activations", "bf16")
+    assert options(bf16) == {"linear_kernel": "nibble", "nvfp4_activations": "bf16"}
+
+
+@pytest.mark.parametrize("name", [OURS_FP4, "w4a4", "quantize", "conversions"])
+@pytest.mark.parametrize("verdict", ["wrong", "crashed"])
+def test_a_fault_of_the_w4a4_kernel_or_of_a_part_is_named(
+    blackwell: Machine, w4a4: Path, name: str, verdict: Verdict
+) -> None:
+    blackwell.measured(w4a4, "sm120", 0.1, {name: verdict}, form="fp4")
+    found = blackwell.plan(w4a4)
+    assert options(found) == {} and f"{name}: {verdict}" in why(found)
+    named = blackwell.plan(w4a4, "--linear-kernel", "nibble")
+    assert options(named) == {"linear_kernel": "nibble"}
+    assert any(f"failed on this machine: {name}: {verdict}" in note for note in named.notices)
+
+
+def test_a_fault_of_the_bf16_kernels_alone_does_not_count(blackwell: Machine, w4a4: Path) -> None:
+    blackwell.measured(w4a4, "sm120", 0.5, {"decode": "wrong", OURS: "hung"}, form="fp4")
+    assert options(blackwell.plan(w4a4)) == {"linear_kernel": "nibble"}
+
+
+def test_nibbles_w4a4_kernel_replaces_one_of_vllms_that_is_wrong(
+    blackwell: Machine, w4a4: Path
+) -> None:
+    blackwell.measured(w4a4, "sm120", 2.0, {"vllm:auto:fp4": "wrong"}, form="fp4")
+    assert options(blackwell.plan(w4a4)) == {"linear_kernel": "nibble"}
+
+
+def test_the_first_start_tries_the_w4a4_kernel_beside_vllms(
+    blackwell: Machine, w4a4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def run(trials: Any, environ: Any, **rest: Any) -> list[Outcome]:
+        tried.extend(trials)
+        return [
+            Outcome(
+                trial.name,
+                "right",
+                times={
+                    shape_name(shape): {"1": 10.0 if "vllm" in trial.name else 5.0}
+                    for shape in trial.shapes
+                },
+            )
+            for trial in trials
+        ]
+
+    monkeypatch.setattr(tune_module, "run_trials", run)
+    monkeypatch.setattr(first_trials, "gpu_uses", lambda indices: [])
     before = blackwell.plan(w4a4)
     record = first_trials.should_try(before, blackwell.folder, print)
     assert record is not None
     first_trials.try_kernels(before, record, {}, print)
-    assert tried == ["vllm:auto:fp4", "vllm:flashinfer_cutlass:fp4", "vllm:marlin:bf16"]
-    assert blackwell.plan(w4a4).args["--linear-backend"].value == "flashinfer_cutlass"
+    assert [(trial.name, trial.kernel) for trial in tried] == [
+        (name, name) for name in ("nibble:fp4", "vllm:auto:fp4")
+    ]
+    assert tried[0].timed_rows == (1, 2, 4, 8, 16, 32, 64, 2048)
+    assert set(tried[0].rows) >= {1, 16, 17, 64, 200, 1100}
+    assert options(blackwell.plan(w4a4)) == {"linear_kernel": "nibble"}
+
+
+def test_what_keeps_auto_from_the_w4a4_kernel_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w4a4: Path
+) -> None:
+    machine = Machine(tmp_path, monkeypatch, SPARK)
+    weights = tensors("nvfp4") | linear("model.layers.0.mlp.down_proj", 64, 48, "nvfp4")
+    odd = write_checkpoint(tmp_path / "odd", weights, W4A4 | OTHER_FAMILY)
+    names = [name.removesuffix(".weight_scale") for name in tensors("nvfp4") if "_scale" in name]
+    layers = {
+        name: {"quant_algo": "W4A16_NVFP4" if "o_proj" in name else "NVFP4", "group_size": 16}
+        for name in names
+    }
+    mixed_config = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    config = {"quantization_config": {"quant_method": "modelopt", **mixed_config}}
+    mixed = write_checkpoint(tmp_path / "mixed", tensors("nvfp4"), config)
+    for model, environ, reason in (
+        (odd, {}, "a layer of 64x48 on a GPU has columns that are not a multiple of 32"),
+        (w4a4, {"VLLM_BATCH_INVARIANT": "1"}, "the order of nibble's W4A4 sums depends"),
+        (mixed, {}, "some layers have activations in FP4 and others in BF16"),
+    ):
+        machine.measured(model, "gb10", 0.1, form="fp4")
+        found = machine.plan(model, **environ)
+        assert options(found) == {} and reason in why(found)
+        assert not found.linear_kernels.tries_ours
+
+
+def test_quartet_ii_has_no_trials_of_the_w4a4_kernel(blackwell: Machine, tmp_path: Path) -> None:
+    config = {"model_type": "cloverlm", "architectures": ["CloverLMForCausalLM"]}
+    folder = write_checkpoint(tmp_path / "quartet2", tensors("quartet2"), config)
+    (folder / "a.vocab").touch()
+    assert not blackwell.plan(folder).linear_kernels.tries_ours
+
+
+def test_the_workspace_of_the_w4a4_kernel_is_in_the_budget(blackwell: Machine, w4a4: Path) -> None:
+    def workspace(*words: str) -> int:
+        return blackwell.plan(w4a4, *words).budget.workspace_bytes
+
+    tokens = ("--max-num-batched-tokens", "4096")
+    more = workspace("--linear-kernel", "nibble", *tokens) - workspace(*tokens)
+    shapes = [use.shape for use in linear_uses(read_checkpoint(str(w4a4)), 1, "fp4")]
+    assert more == max(linear_bytes(shape, 4096, 188) for shape in shapes) > 188 * 65536
+    bf16 = ("--nvfp4-activations", "bf16", *tokens)
+    assert workspace("--linear-kernel", "nibble", *bf16) == workspace(*bf16)

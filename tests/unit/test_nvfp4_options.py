@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nibble.canary.kernels import expectations
 from nibble.engine import installed as installed_module
 from nibble.errors import ExitCode, NibbleError
 from nibble.plan.gather import plan_for, read_wishes
@@ -113,14 +114,49 @@ def test_nibbles_linear_kernel_is_refused_where_it_cannot_be_what_runs(
     )
     two = refused(model, *wanted, "--target", "hopper", "--linear-backend", "marlin")
     assert "--linear-backend marlin (command line) name two kernels" in two.what
-    # On a GPU that multiplies FP4 it would change a W4A4 checkpoint's arithmetic.
-    fp4 = refused(model, *wanted, "--target", "gb10")
-    assert "has them in FP4 on gb10" in fp4.what and "NIBBLE_NVFP4_ACTIVATIONS=bf16" in fp4.action
-    assert plan(model, *wanted, "--nvfp4-activations", "bf16", target="gb10").args[FLAG]
+    # On another GPU that multiplies FP4 it would change a W4A4 checkpoint's arithmetic.
+    fp4 = refused(model, *wanted, "--target", "b200")
+    assert "has them in FP4 on b200" in fp4.what and "NIBBLE_NVFP4_ACTIVATIONS=bf16" in fp4.action
+    assert plan(model, *wanted, "--nvfp4-activations", "bf16", target="b200").args[FLAG]
     plain = refused(
         write_checkpoint(tmp_path / "b", tensors("bf16")), *wanted, "--target", "hopper"
     )
     assert "needs an NVFP4 checkpoint" in plain.what
+
+
+def test_w4a4_with_nibbles_linear_kernel_is_for_columns_that_it_takes(tmp_path: Path) -> None:
+    """Of a layer's part on each GPU: 96 columns on one GPU, 48 on two."""
+    weights = tensors("nvfp4") | linear("model.layers.0.mlp.down_proj", 64, 96, "nvfp4")
+    config = {"quantization_config": MODELOPT_NVFP4} | OTHER_FAMILY
+    folder = write_checkpoint(tmp_path / "m", weights, config)
+    wanted = ("--linear-kernel", "nibble")
+    found = plan(folder, *wanted, target="gb10")
+    assert found.args[FLAG].value["nibble"]["linear_kernel"] == "nibble"
+    two = ("--tensor-parallel-size", "2", "--num-gpus", "2")
+    error = refused(folder, *wanted, *two, "--target", "gb10")
+    assert "a layer of 64x48 on a GPU has columns that are not a multiple of 32" in error.what
+    assert "NIBBLE_NVFP4_ACTIVATIONS=bf16" in error.action
+    plan(folder, *wanted, *two, "--nvfp4-activations", "bf16", target="gb10")
+
+
+@pytest.mark.parametrize("target", ["gb10", "sm120"])
+def test_w4a4_with_nibbles_kernels_is_served_by_those_with_fp4_products(
+    model: Path, target: str
+) -> None:
+    found = plan(model, "--linear-kernel", "nibble", target=target)
+    (want,) = (want for want in expectations(found, {}) if want.part == "linear")
+    assert want.allowed == ("NibbleNvFp4W4A4LinearKernel", "NibbleNvFp4LinearKernel")
+    words = ("--linear-kernel", "nibble", "--nvfp4-activations", "bf16")
+    for other in (plan(model, *words, target=target), plan(model, *words, target="hopper")):
+        (want,) = (want for want in expectations(other, {}) if want.part == "linear")
+        assert want.allowed == ("NibbleNvFp4LinearKernel",)
+
+
+def test_sparse_weights_leave_activations_in_bf16(model: Path) -> None:
+    words = ("--sparse-fp4", "on", "--linear-kernel", "nibble")
+    error = refused(model, *words, "--target", "gb10")
+    assert "NIBBLE_SPARSE_FP4=on leaves activations in BF16" in error.what
+    plan(model, *words, "--nvfp4-activations", "bf16", target="gb10")
 
 
 def test_sparse_weights_need_nibbles_linear_kernel(model: Path) -> None:

@@ -75,6 +75,15 @@ def test_nibbles_experts_do_not_add_in_one_order(tmp_path: Path) -> None:
     assert "NIBBLE_MOE_KERNEL=nibble" in refused(folder, "--moe-kernel", "nibble").what
 
 
+@pytest.mark.parametrize("target", ["gb10", "sm120"])
+def test_nibbles_w4a4_kernel_has_no_such_order(model: Path, target: str) -> None:
+    error = refused(model, "--linear-kernel", "nibble", target=target)
+    assert "the order of its W4A4 sums depends on the number of rows" in error.what
+    assert "NIBBLE_NVFP4_ACTIVATIONS=bf16" in error.action
+    plan(model, "--linear-kernel", "nibble", *WEIGHT_ONLY, target=target)
+    plan(model, "--linear-kernel", "nibble", target=target, invariant="0")
+
+
 def test_weights_alone_need_nibbles_kernel_to_be_there(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,8 +50,8 @@ class Options:
     - quantize_lm_head: nvfp4 quantizes a BF16 output head when it is loaded.
     - draft_head: nvfp4 gives an EAGLE or MTP drafter an NVFP4 copy of its BF16 output head
       (plugin/draft_head.py).
-    - linear_kernel, moe_kernel: vLLM's choice, or nibble's kernel for NVFP4 weights with
-      unquantized activations on a GPU.
+    - linear_kernel, moe_kernel: vLLM's choice, or nibble's kernels for NVFP4 weights on a GPU,
+      with unquantized activations or, on SM12x, with NVFP4 ones.
     - attention_kernel: vLLM's choice, or nibble's kernel for decode steps, or for those of few
       requests (plugin/attention).
     - attention_front: whether one kernel computes norms of queries and keys, RoPE and the cache
@@ -134,6 +134,10 @@ CPU_LINEAR, GPU_LINEAR = "CpuNvFp4LinearKernel", "NibbleNvFp4LinearKernel"
 GPU_E4M3_LINEAR = "NibbleE4m3LinearKernel"
 CPU_EXPERTS = ("CpuModelOptNvFp4MoE", "CpuCompressedTensorsNvFp4MoE")
 GPU_EXPERTS = ("NibbleModelOptNvFp4MoE", "NibbleCompressedTensorsNvFp4MoE")
+# With FP4 activations, on GPUs of this major compute capability.
+FP4_PRODUCTS = 12
+GPU_W4A4_LINEAR = "NibbleNvFp4W4A4LinearKernel"
+GPU_W4A4_EXPERTS = ("NibbleModelOptW4A4MoE", "NibbleCompressedTensorsW4A4MoE")
 GPU_E4M3_EXPERTS = (
     "NibbleModelOptFp8MoE",
     "NibbleFp8MoE",
@@ -143,8 +147,8 @@ QUARTET2_LINEAR = "Quartet2LinearMethod"
 # The name of nibble's attention backend, and of vLLM's that it stands in for.
 ATTENTION, FLASH_ATTENTION = "CUTE_PAGED", "FLASH_ATTN"
 OUR_CLASSES = frozenset(
-    {CPU_LINEAR, GPU_LINEAR, GPU_E4M3_LINEAR, QUARTET2_LINEAR}
-    | {*CPU_EXPERTS, *GPU_EXPERTS, *GPU_E4M3_EXPERTS}
+    {CPU_LINEAR, GPU_LINEAR, GPU_W4A4_LINEAR, GPU_E4M3_LINEAR, QUARTET2_LINEAR}
+    | {*CPU_EXPERTS, *GPU_EXPERTS, *GPU_W4A4_EXPERTS, *GPU_E4M3_EXPERTS}
 )
 
 Class = TypeVar("Class", bound=type)

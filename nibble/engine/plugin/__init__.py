@@ -4,7 +4,7 @@
   exactly, refuse scales that were not loaded, keep activations in BF16 on request, and load a
   quantized lm_head in every model.
 - draft_head.py: an NVFP4 copy of the output head for the drafter.
-- cpu.py, cuda.py, kernels.py, fuse_silu.py: nibble's kernels as vLLM layers.
+- cpu.py, cuda.py, w4a4.py, kernels.py, fuse_silu.py: nibble's kernels as vLLM layers.
 - e4m3.py, e4m3_linear.py: nibble's kernels for FP8 experts and linear layers.
 - chain_layers.py: residual sums in products, and norms that let the next product begin early.
 - plain_decoders.py: the families that chain_layers.py and cpu_decoder.py know.

@@ -48,14 +48,15 @@ def runs_here() -> tuple[bool, str | None]:
     return state == "compiled", f"nibble-kernels: CUDA {state}"
 
 
-def require_ours(kernel: str, use_a16: bool, backend: str) -> None:
+def require_ours(kernel: str, keeps_format: bool, backend: str) -> None:
     """Raise ValueError if nibble's kernel cannot run, would change a layer's arithmetic, or
-    conflicts with `backend`, the flag for another kernel.
+    conflicts with `backend`, the flag for another kernel. keeps_format: the kernel's activations
+    have the layer's format.
     """
     supported, reason = runs_here()
     if not supported:
         raise ValueError(f"nibble's NVFP4 {kernel} cannot run: {reason}")
-    if not use_a16 and current_platform.has_device_capability(100):
+    if not keeps_format and current_platform.has_device_capability(100):
         raise ValueError(
             f"nibble's NVFP4 {kernel} leaves activations in BF16, and this GPU multiplies them in"
             " FP4; set nvfp4_activations to bf16"
@@ -128,11 +129,12 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
         return nvfp4_weight_linear(x, weight, self.global_scale, residual=residual, **options)
 
 
-class _GpuExperts(Experts):
+class GpuExperts(Experts):
     """nibble::nvfp4_weight_moe, W4A16. The weights are rearranged once, when they are loaded."""
 
     where = "by nibble's GPU kernel"
     takes_biases = True
+    in_fp4 = False  # activations
 
     def prepare(
         self, layer: Any, global_scales: tuple[Tensor, Tensor], input_scales: tuple[Tensor, Tensor]
@@ -147,7 +149,7 @@ class _GpuExperts(Experts):
             )
         backend = self.moe.moe_backend
         flag = "" if backend == "auto" else f"--moe-backend {backend}"
-        require_ours("experts", self.use_a16, flag)
+        require_ours("experts", self.use_a16 or self.in_fp4, flag)
         dtype = getattr(layer, "params_dtype", torch.get_default_dtype())
         self.activation = self._activation(layer)
         if self.moe.has_bias:
@@ -158,7 +160,7 @@ class _GpuExperts(Experts):
             )
         if current_options().sparse_fp4 == "on":
             keep_experts_dense(layer, {name: getattr(layer, f"{name}_weight") for name in WEIGHTS})
-        native = wants_native(dtype, layer.w13_weight.device)
+        native = self.in_fp4 or wants_native(dtype, layer.w13_weight.device)
         self.rows: dict[str, int] = {}
         for name, scales in zip(WEIGHTS, global_scales, strict=True):
             codes, blocks = (
@@ -247,10 +249,10 @@ def _halves(rows: Tensor) -> Tensor:
 
 
 @reported_as(GPU_EXPERTS[0])
-class NibbleModelOptNvFp4MoE(_GpuExperts, ModelOptExperts):
+class NibbleModelOptNvFp4MoE(GpuExperts, ModelOptExperts):
     """Experts of ModelOpt checkpoints in nibble's GPU kernel."""
 
 
 @reported_as(GPU_EXPERTS[1])
-class NibbleCompressedTensorsNvFp4MoE(_GpuExperts, CompressedTensorsExperts):
+class NibbleCompressedTensorsNvFp4MoE(GpuExperts, CompressedTensorsExperts):
     """Experts of compressed-tensors checkpoints in nibble's GPU kernel."""

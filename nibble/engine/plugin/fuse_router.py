@@ -43,13 +43,12 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from nibble.engine.plugin.cuda import NibbleCompressedTensorsNvFp4MoE, NibbleModelOptNvFp4MoE
+from nibble.engine.plugin.cuda import GpuExperts
 from nibble.engine.plugin.layers import name_of
 from nibble.engine.plugin.require import replace, required, required_of_instances
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 
-EXPERTS = (NibbleModelOptNvFp4MoE, NibbleCompressedTensorsNvFp4MoE)
 # Exactly these classes: a subclass may choose otherwise.
 ROUTERS: list[type[BaseRouter]] = [FusedTopKRouter, FusedTopKBiasRouter]
 # Attributes of routers whose choice is more than the highest scores, and their values without it.
@@ -141,7 +140,7 @@ def _runners(model: nn.Module) -> Iterator[Any]:
     for module in list(model.modules()):
         if isinstance(module, MoERunner):
             runner: Any = module
-            if isinstance(runner.routed_experts.quant_method, EXPERTS):
+            if isinstance(runner.routed_experts.quant_method, GpuExperts):
                 yield runner
 
 

@@ -17,6 +17,7 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvF
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 from vllm.platforms import PlatformEnum, current_platform
 
+from nibble.engine.plugin import w4a4
 from nibble.engine.plugin.cpu import CpuNvFp4LinearKernel
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel, require_ours
 from nibble.engine.plugin.options import current_options
@@ -70,8 +71,13 @@ def nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
 def _nibble_kernel(use_a16: bool) -> NvFp4LinearKernel:
     """nibble's GPU kernel. Raises ValueError if it cannot run."""
     backend = linear._get_linear_backend(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4")
-    require_ours("kernel", use_a16, "" if backend == "auto" else f"--linear-backend {backend}")
-    return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
+    in_fp4 = not use_a16 and w4a4.multiplies_fp4()
+    flag = "" if backend == "auto" else f"--linear-backend {backend}"
+    require_ours("kernel", use_a16 or in_fp4, flag)
+    if not in_fp4:
+        return NibbleNvFp4LinearKernel(NvFp4LinearLayerConfig())
+    w4a4.check_linear_options()
+    return w4a4.NibbleNvFp4W4A4LinearKernel(NvFp4LinearLayerConfig())
 
 
 def _batch_invariant() -> NvFp4LinearKernel:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.platforms import current_platform
 
+from nibble.engine.plugin import w4a4
 from nibble.engine.plugin.cuda import NibbleCompressedTensorsNvFp4MoE, NibbleModelOptNvFp4MoE
 from nibble.engine.plugin.layers import check_loaded, mark_unloaded, merge_experts
 from nibble.engine.plugin.options import current_options, weights_are_real
@@ -64,8 +65,12 @@ class ModelOptNvFp4FusedMoE(modelopt.ModelOptNvFp4FusedMoE):
 
     def __new__(cls, quant_config: Any, moe_config: Any) -> Any:
         """nibble's own experts where they are asked for."""
-        if current_options().moe_kernel == "nibble":
-            return NibbleModelOptNvFp4MoE(quant_config, moe_config)
+        options = current_options()
+        if options.moe_kernel == "nibble":
+            use_a16 = options.weights_only or quant_config.quant_method == "W4A16_NVFP4"
+            in_fp4 = not use_a16 and w4a4.multiplies_fp4()
+            ours = w4a4.NibbleModelOptW4A4MoE if in_fp4 else NibbleModelOptNvFp4MoE
+            return ours(quant_config, moe_config)
         return super().__new__(cls)
 
     def __init__(self, quant_config, moe_config) -> None:
@@ -98,8 +103,12 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(vllm_compressed.CompressedTensorsW4A4N
 
     def __new__(cls, moe: Any, layer_name: str | None = None, use_a16: bool = False) -> Any:
         """nibble's own experts where they are asked for."""
-        if current_options().moe_kernel == "nibble":
-            return NibbleCompressedTensorsNvFp4MoE(moe, layer_name, use_a16)
+        options = current_options()
+        if options.moe_kernel == "nibble":
+            in_fp4 = not (use_a16 or options.weights_only) and w4a4.multiplies_fp4()
+            plain = NibbleCompressedTensorsNvFp4MoE
+            ours = w4a4.NibbleCompressedTensorsW4A4MoE if in_fp4 else plain
+            return ours(moe, layer_name, use_a16)
         return super().__new__(cls)
 
     def __init__(self, moe, layer_name: str | None = None, use_a16: bool = False) -> None:

@@ -140,10 +140,10 @@ class EngineOptions(BaseModel):
     linear_kernel: Literal["auto", contract.Kernel] = option(
         "auto",
         "Engine",
-        "Kernel for NVFP4 weights with BF16 activations on a GPU, and for few rows of FP8 layers"
-        " beside them: `vllm` (vLLM's choice), `nibble` or `auto`. `auto` takes nibble's on hopper,"
-        " elsewhere vLLM's choice, and after trials on this machine the faster one for each NVFP4"
-        " shape (docs/selftest.md).",
+        "Kernel for NVFP4 weights on a GPU (with FP4 activations nibble's is for SM12x), and for"
+        " few rows of FP8 layers beside them: `vllm` (vLLM's choice), `nibble` or `auto`. `auto`"
+        " takes nibble's on hopper, elsewhere vLLM's choice, and after trials on this machine the"
+        " faster one for each NVFP4 shape (docs/selftest.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",
@@ -162,9 +162,9 @@ class EngineOptions(BaseModel):
     moe_kernel: Literal["auto", contract.Kernel] = option(
         "auto",
         "Engine",
-        "Kernel for experts with BF16 activations on a GPU: `vllm` (vLLM's choice), `nibble` (NVFP4"
-        " and E4M3 experts) or `auto`: for NVFP4 experts nibble's on hopper, else the faster one"
-        " after trials on this machine (docs/selftest.md).",
+        "Kernel for experts on a GPU: `vllm` (vLLM's choice), `nibble` (NVFP4 and E4M3 experts,"
+        " with FP4 activations on SM12x) or `auto`: for NVFP4 experts nibble's on hopper, else the"
+        " faster one after trials on this machine (docs/selftest.md).",
         "NIBBLE_MOE_KERNEL",
         flag="--moe-kernel",
         expected="auto, vllm or nibble",

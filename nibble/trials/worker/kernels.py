@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nibble.trials.trial import shape_name
 from nibble.trials.worker.planted import Product
 from nibble.trials.worker.truth import Weight, two_of_four
 
@@ -27,7 +28,7 @@ class Prepared:
     `form`: the format of activations, bf16 or fp4; `ran`: class or instructions that compute;
     `again`: the same product with copies of the weight's tensors; `least_rows`, `most_rows`: of x.
     `with_factors` adds factors for the columns and a bias, `with_silu` computes silu(gate) · up:
-    only nibble's kernels do that in one.
+    only nibble's kernels do that in one, in the same form.
     """
 
     product: Product
@@ -96,16 +97,31 @@ def _warpgroup(weight: Weight) -> Prepared:
 
 def _w4a4(weight: Weight) -> Prepared:
     from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_linear
+
+    return _in_fp4(weight, nvfp4_w4a4_linear)
+
+
+def _whole_in_fp4(weight: Weight) -> Prepared:
+    from nibble_kernels.nvfp4_linear.w4a4 import nvfp4_w4a4_weight_linear
+
+    return _in_fp4(weight, nvfp4_w4a4_weight_linear)
+
+
+def _in_fp4(weight: Weight, operator: Callable[..., Tensor]) -> Prepared:
+    """An operator with factors, bias and silu · mul that quantizes x. Raises Refused."""
+    from nibble_kernels.nvfp4_linear.w4a4 import COLUMN_MULTIPLE
     from nibble_kernels.nvfp4_linear.weight import prepare_weight
 
+    if weight.shape[1] % COLUMN_MULTIPLE:
+        raise Refused(f"{shape_name(weight.shape)} has no columns in {COLUMN_MULTIPLE}s")
     inverse = torch.tensor([1 / INPUT_SCALE], device=weight.codes.device)
-    scale = weight.global_scale * INPUT_SCALE
     tensors = prepare_weight(weight.codes, weight.scales, native=True)
 
-    def product(used: Any) -> Product:
-        return lambda x: nvfp4_w4a4_linear(x, inverse, used, scale)
+    def product(x: Tensor, used: Any, scale: float, **options: Any) -> Tensor:
+        return operator(x, inverse, used, scale, **options)
 
-    return replace(_of(tensors, product), form="fp4")
+    scaled = replace(weight, global_scale=weight.global_scale * INPUT_SCALE)
+    return replace(_fused(scaled, product, tensors), form="fp4")
 
 
 def _sparse(weight: Weight) -> Prepared:
@@ -161,6 +177,7 @@ _OURS: dict[str, Callable[[Weight], Prepared]] = {
     SPARSE: _sparse,
     "dequantized": _dequantized,
     "nibble": _whole,
+    "nibble:fp4": _whole_in_fp4,
 }
 
 

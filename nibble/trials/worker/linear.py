@@ -59,26 +59,32 @@ def compared(trial: Trial, prepared: Prepared, truth: Truth, say: Teller) -> tup
         first_call(trial, prepared, truth.shape, x, say)
         say(f"run:{shape_name(truth.shape)} with {rows} rows")
         y = product(x)
-        fault, error = truth.fault(y, x, prepared.form, stored_activations(x, prepared.form))
+        stored = stored_activations(x, prepared.form)
+        fault, error = truth.fault(y, x, prepared.form, stored)
         worst = max(worst, error)
         if not fault:
-            fault, error = compared_epilogues(prepared, truth, x)
+            fault, error = compared_epilogues(prepared, truth, x, stored)
             worst = max(worst, error)
         if fault:
             return fault, error
     return "", worst
 
 
-def compared_epilogues(prepared: Prepared, truth: Truth, x: Tensor) -> tuple[str, float]:
-    """The first fault of what a kernel does after the sum, and the largest error."""
+def compared_epilogues(
+    prepared: Prepared, truth: Truth, x: Tensor, stored: Tensor | None
+) -> tuple[str, float]:
+    """The first fault of what a kernel does after the sum, and the largest error. `stored`: x as
+    the kernel rounds it.
+    """
+    exact = x.double() if stored is None else stored
     fault, worst = "", 0.0
     if prepared.with_factors is not None:
         factors = activations(1, truth.shape[0], str(x.device), seed=4)[0].float().abs() + 0.5
         bias = activations(1, truth.shape[0], str(x.device), seed=5)[0]
         y = prepared.with_factors(x, factors, bias)
-        fault, worst = truth.fault_of_factors(y, x, factors, bias)
+        fault, worst = truth.fault_of_factors(y, exact, factors, bias, prepared.form)
     if prepared.with_silu is not None and not fault:
-        fault, error = truth.fault_of_silu(prepared.with_silu(x), x)
+        fault, error = truth.fault_of_silu(prepared.with_silu(x), exact, prepared.form)
         worst = max(worst, error)
     return fault, worst
 

@@ -14,7 +14,8 @@ from nibble.trials.trial import Shape, shape_name
 # Of |y - right| / |right| in a row: BF16's rounding of the result gives 0.003. With activations in
 # FP4, kernels may choose another code near the middle of two values.
 ROW_LIMITS = {"bf16": 0.01, "fp4": 0.06}
-SILU_ROW_LIMIT = 0.02  # above 1024 rows gate and up are rounded before silu · mul
+# Above 1024 rows gate and up are rounded before silu · mul.
+SILU_ROW_LIMITS = {"bf16": 0.02, "fp4": 0.06}
 # Of |y - right| for one result: a part of it, and a part of |x| · |w|, its largest value. In BF16
 # the result has an error of 2^-9; 2^-10 of |x| · |w| is 0.06 standard deviations of a result of
 # 4096 columns.
@@ -123,19 +124,21 @@ class Truth:
         return judge(y[:, self.rows].double(), right, bound, ROW_LIMITS[form], place)
 
     def fault_of_factors(
-        self, y: Tensor, x: Tensor, factors: Tensor, bias: Tensor
+        self, y: Tensor, x: Tensor, factors: Tensor, bias: Tensor, form: str = "bf16"
     ) -> tuple[str, float]:
-        """The same for products times a factor for each column, plus a bias."""
+        """The same for products of x, as the kernel rounds it, times a factor for each column, plus
+        a bias.
+        """
         place = f"{shape_name(self.shape)} with {len(x)} rows, factors and bias"
         if y.shape != (len(x), self.shape[0]) or not y.isfinite().all():
             return f"{place}: NaN or infinity", float("nan")
         sums, norms = self._sums(x.double())
         own = factors.double()[self.rows]
         right = sums * own + bias.double()[self.rows]
-        bound = PART_OF_RESULT * right.abs() + PART_OF_NORMS["bf16"] * norms * own.abs()
-        return judge(y[:, self.rows].double(), right, bound, ROW_LIMITS["bf16"], place)
+        bound = PART_OF_RESULT * right.abs() + PART_OF_NORMS[form] * norms * own.abs()
+        return judge(y[:, self.rows].double(), right, bound, ROW_LIMITS[form], place)
 
-    def fault_of_silu(self, y: Tensor, x: Tensor) -> tuple[str, float]:
+    def fault_of_silu(self, y: Tensor, x: Tensor, form: str = "bf16") -> tuple[str, float]:
         """The same for silu(gate) · up of the weight's two halves."""
         place = f"{shape_name(self.shape)} with {len(x)} rows and silu"
         if y.shape != (len(x), self.shape[0] // 2) or not y.isfinite().all():
@@ -144,9 +147,9 @@ class Truth:
         (gate, up), (of_gate, of_up) = sums.chunk(2, -1), norms.chunk(2, -1)
         right = torch.nn.functional.silu(gate) * up
         # silu's slope is at most 1.1, and its result at most |gate|.
-        part = PART_OF_NORMS["bf16"] * (1.1 * of_gate * up.abs() + of_up * gate.abs())
+        part = PART_OF_NORMS[form] * (1.1 * of_gate * up.abs() + of_up * gate.abs())
         bound = PART_OF_RESULT * right.abs() + part
-        return judge(y[:, self.half].double(), right, bound, SILU_ROW_LIMIT, place)
+        return judge(y[:, self.half].double(), right, bound, SILU_ROW_LIMITS[form], place)
 
     def _sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The products of the compared rows, and |x| · |w| of each."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nibble.engine.contract import FP4_PRODUCTS
 from nibble.trials.trial import shape_name
 from nibble.trials.worker.kernels import INPUT_SCALE, Refused
 from nibble.trials.worker.truth import GLOBAL_SCALE
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def vllm_experts(form: str, given: Layer) -> tuple[Call, str]:
-    """The layer with this format of activations, and the name of vLLM's kernel.
+def vllm_experts(form: str, given: Layer) -> tuple[Call, str, str]:
+    """The layer with this format of activations, the name of vLLM's kernel and the format that this
+    kernel multiplies. Gives all experts one input scale: some of vLLM's kernels have the largest.
 
-    Raises Refused where vLLM has no such kernel, or one that routes too.
+    Raises Refused where vLLM has no such kernel, one that routes too, or one that nibble has no
+    counterpart of.
     """
     device = given.codes[0].device
     enter_world(device.type)
@@ -42,15 +45,22 @@ def vllm_experts(form: str, given: Layer) -> tuple[Call, str]:
             raise Refused("vLLM's kernel for these experts routes too, and does not run alone")
         method.process_weights_after_loading(layer)
     ran = _name(method)
-    if form != "bf16" and not is_weight_only(ran):
+    served = "bf16" if is_weight_only(ran) else form
+    if served != "bf16" and not _compares_in_fp4(device):
         raise Refused(f"{ran} quantizes the activations, which nibble's kernel leaves in BF16")
+    given.input_scales = [torch.full_like(each, INPUT_SCALE) for each in given.input_scales]
     dtype = method.topk_indices_dtype or torch.int32
 
     def call(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         with set_current_vllm_config(config):
             return method.apply(layer, x, weights, ids.to(dtype), None, None)
 
-    return call, ran
+    return call, ran, served
+
+
+def _compares_in_fp4(device: torch.device) -> bool:
+    """Whether nibble's experts multiply FP4 activations there, too: on SM12x."""
+    return device.type == "cuda" and (torch.cuda.get_device_capability(device)[0] == FP4_PRODUCTS)
 
 
 def _name(method: Any) -> str:

@@ -137,3 +137,10 @@ extern "C" void multiply_w4a4_experts_on_the_host(
 extern "C" uint32_t tokens_of_a_w4a4_tile(uint32_t pairs, uint32_t experts) {
   return tokens_of_a_tile(pairs, experts);
 }
+
+extern "C" int64_t w4a4_workspace_bytes(uint32_t pairs, uint32_t experts, uint32_t columns, uint32_t inner,
+                                        uint32_t outputs, uint32_t blocks) {
+  return for_form(tokens_of_a_tile(pairs, experts), [&]<class Form>(Form) {
+    return Workspace::of<Form>(pairs, experts, columns, inner, outputs, blocks).parts.bytes;
+  });
+}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 64, 48, 6, 2, 5
+INPUT_SCALES = {"w13": 2e-4, "w2": 1e-4}  # and up to twice that, for inputs of 0.5 and 0.3
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def answer(finding: Callable[[dict[str, Any]], float | str]) -> None:
 def _as_on_an_h200() -> None:
     from vllm.model_executor.layers.fused_moe import config as fused_moe
 
-    from nibble.engine.plugin import cuda
+    from nibble.engine.plugin import cuda, w4a4
 
     config: Any = fused_moe
 
@@ -60,22 +61,26 @@ def _as_on_an_h200() -> None:
     cuda.current_platform = SimpleNamespace(
         has_device_capability=lambda number: number <= 90, get_device_capability=lambda: (9, 0)
     )
+    w4a4.multiplies_fp4 = lambda: _Case.in_fp4
 
 
 def _finding(case: dict[str, Any]) -> float | str:
-    from vllm.config import set_current_vllm_config
+    from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
 
-    from nibble.trials.worker.vllm_layers import config_of
-
+    flags: dict[str, Any] = {"moe_backend": case.pop("backend", "auto")}
+    ours = {"moe_kernel": "nibble"} if case.get("form", "").endswith("fp4") else {}
+    options = ours | case.pop("options", {})
+    os.environ["VLLM_BATCH_INVARIANT"] = case.pop("invariant", "0")
+    config = VllmConfig(kernel_config=KernelConfig(**flags), additional_config={"nibble": options})
     try:
-        with set_current_vllm_config(config_of("auto")), torch.inference_mode():
+        with set_current_vllm_config(config), torch.inference_mode():
             return _Case(**case).error()
     except (ValueError, NotImplementedError) as error:
         return str(error)
 
 
 class _Case:
-    number = 0
+    number, in_fp4 = 0, False
 
     def __init__(
         self,
@@ -85,12 +90,16 @@ class _Case:
         eplb: bool = False,
         own: bool = True,
         part: bool = False,
+        experts: int = EXPERTS,
+        bad: str = "",
         **layer: Any,
     ) -> None:
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
         from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 
         _Case.number += 1
+        self.fp4 = _Case.in_fp4 = form.endswith("fp4")
+        self.bad = bad
         self.gated = MoEActivation.from_str(activation).is_gated
         self.activation, self.biased, self.form = activation, biased, form
         self.limits = {name: layer.get(f"swiglu_{name}") for name in ("limit", "alpha", "beta")}
@@ -98,7 +107,7 @@ class _Case:
         self.random = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float32)
         with _moving(eplb):
             runner = FusedMoEFactory(
-                EXPERTS,
+                experts,
                 TOPK,
                 HIDDEN,
                 INNER,
@@ -116,6 +125,7 @@ class _Case:
             mapped = torch.tensor([-1, -1, -1, 0, 1, 2], dtype=torch.int32)
             self.layer._expert_map = mapped
         self.offset, self.here = (EXPERTS // 2, EXPERTS // 2) if part else (0, EXPERTS)
+        self.input_scales: dict[str, Tensor] = {}
 
     def error(self) -> float:
         weights = {name: self._fill(name) for name in ("w13", "w2")}
@@ -130,11 +140,23 @@ class _Case:
             for place, expert in enumerate(ids[token].tolist()):
                 own = expert - self.offset
                 if 0 <= own < self.here:
-                    h = self._product(weights["w13"], own, x[token].double())
-                    h = self._activated(h).bfloat16().double()
+                    h = self._product(weights["w13"], own, self._stored("w13", own, x[token]))
+                    h = self._stored("w2", own, self._activated(h).bfloat16())
                     product = self._product(weights["w2"], own, h)
                     right[token] += router[token, place].double() * product
         return float((y - right).norm() / right.norm())
+
+    def _stored(self, name: str, expert: int, x: Tensor) -> Tensor:
+        """The activations of a product, in float64: in FP4 with the expert's input scale, the
+        larger of gate's and up's.
+        """
+        from nibble.trials.worker.kernels import stored_activations
+
+        if not self.fp4:
+            return x.double()
+        stored = stored_activations(x, "fp4", float(self.input_scales[name][expert].max()))
+        assert stored is not None
+        return stored
 
     def _fill(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Random weights in the layer; their values in float64 and biases."""
@@ -151,7 +173,13 @@ class _Case:
         factors.copy_(1 / multipliers if divisors else multipliers)
         for key in ("input_scale", "input_global_scale"):
             if hasattr(layer, f"{name}_{key}"):
-                getattr(layer, f"{name}_{key}").data.fill_(1)
+                inputs = getattr(layer, f"{name}_{key}").data
+                inputs.copy_((self.random(*inputs.shape) + 1) * INPUT_SCALES[name])
+                if self.bad == key:
+                    inputs.view(-1)[-1] = 0
+                self.input_scales[name] = inputs.clone()
+                if divisors:
+                    inputs.copy_(1 / inputs)
         found = values(codes, scales)
         each = (1 / factors if divisors else factors).double().reshape(len(codes), -1)
         if each.shape[1] == 2 and self.activation == "swigluoai":  # gate and up in turns
@@ -211,20 +239,24 @@ def _config(form: str, own: bool) -> Any:
 
     from nibble.engine.plugin import cuda, moe
 
+    # In FP4 the plugin's options and the GPU choose.
+    chosen = form.endswith("fp4") or not own
+
     class ModelOpt(ModelOptNvFp4Config):
-        FusedMoEMethodCls = cuda.NibbleModelOptNvFp4MoE if own else moe.ModelOptNvFp4FusedMoE
+        FusedMoEMethodCls = moe.ModelOptNvFp4FusedMoE if chosen else cuda.NibbleModelOptNvFp4MoE
 
     class Compressed(ModelOpt):
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
-            if own:
-                return cuda.NibbleCompressedTensorsNvFp4MoE(layer.moe_config, prefix, True)
-            return moe.CompressedTensorsW4A4Nvfp4MoEMethod(layer.moe_config, prefix, True)
+            use_a16 = not form.endswith("fp4")
+            if chosen:
+                return moe.CompressedTensorsW4A4Nvfp4MoEMethod(layer.moe_config, prefix, use_a16)
+            return cuda.NibbleCompressedTensorsNvFp4MoE(layer.moe_config, prefix, use_a16)
 
-    algorithm = "NVFP4" if form.endswith("w4a4") else "W4A16_NVFP4"
+    algorithm = "NVFP4" if form.endswith(("w4a4", "fp4")) else "W4A16_NVFP4"
     made: Any = (Compressed if form.startswith("compressed") else ModelOpt)(
         algorithm, True, None, [], 16
     )
-    if form == "modelopt per token":
+    if "per token" in form:
         made.moe_activation_override = "nvfp4_per_token"
     return made
 

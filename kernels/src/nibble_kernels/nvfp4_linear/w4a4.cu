@@ -1,4 +1,6 @@
-// nibble::nvfp4_w4a4_linear: checks of its arguments and the launch (w4a4_launch.cuh).
+// nibble::nvfp4_w4a4_linear and nvfp4_w4a4_weight_linear: checks of their arguments and the launches
+// (w4a4_launch.cuh).
+#include <array>
 #include <optional>
 
 #include "nibble/cuda.h"
@@ -37,27 +39,54 @@ Problem problem_of(const Tensor& x, const Tensor& x_scales, const Tensor& codes,
 Tensor nvfp4_w4a4_linear(const Tensor& x_codes, const Tensor& x_scales, const Tensor& codes,
                          const Tensor& scales, int64_t outputs, double global_scale,
                          const std::optional<Tensor>& column_scale, const std::optional<Tensor>& bias,
-                         bool silu_mul, bool half) {
+                         const std::optional<Tensor>& residual, bool silu_mul, bool half) {
   const Tensor x = torch::stable::contiguous(x_codes), tiled = torch::stable::contiguous(x_scales);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Problem p = problem_of(x, tiled, codes, scales, outputs);
   const auto type = half ? ScalarType::Half : ScalarType::BFloat16;
   const Tensor out = torch::stable::new_empty(x, with_last(x, silu_mul ? outputs / 2 : outputs), type);
+  require(!residual || (residual->numel() == out.numel() && residual->is_contiguous() &&
+                        residual->scalar_type() == out.scalar_type()),
+          "a residual must have the result's shape and type");
   if (p.tokens == 0) return out;
   p.output.column_scale = static_cast<const float*>(data_or_null(column_scale));
   p.output.bias = data_or_null(bias);
+  p.output.residual = data_or_null(residual);
   p.output.out = out.mutable_data_ptr();
   p.output.global_scale = static_cast<float>(global_scale);
   p.output.silu_mul = silu_mul;
   int multiprocessors = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, x.get_device_index()));
-  const uint32_t blocks = divide(p, static_cast<uint32_t>(multiprocessors));
-  const Tensor work = torch::stable::new_empty(
-      x, {static_cast<int64_t>(part_bytes(p.tokens, blocks) + flag_bytes(blocks))}, ScalarType::Byte);
   const cudaStream_t stream = current_stream(x);
-  check(half ? launch<__half>(p, blocks, work.mutable_data_ptr(), stream)
-             : launch<__nv_bfloat16>(p, blocks, work.mutable_data_ptr(), stream));
+  std::optional<Tensor> work;  // the first slice needs the most
+  for (uint32_t first = 0; first < p.tokens; first += kMostTokens) {
+    Problem slice = p.slice(first, kMostTokens);
+    const uint32_t blocks = divide(slice, static_cast<uint32_t>(multiprocessors));
+    if (!work) {
+      work = torch::stable::new_empty(
+          x, {static_cast<int64_t>(part_bytes(slice.tokens, blocks) + flag_bytes(blocks))}, ScalarType::Byte);
+    }
+    check(half ? launch<__half>(slice, blocks, work->mutable_data_ptr(), stream)
+               : launch<__nv_bfloat16>(slice, blocks, work->mutable_data_ptr(), stream));
+  }
   return out;
+}
+
+// Quantizes x and multiplies. A choice or two calls in Python take longer than a small model's kernels.
+Tensor nvfp4_w4a4_weight_linear(const Tensor& x, const Tensor& input_scale_inv, const Tensor& codes,
+                                const Tensor& scales, int64_t outputs, double global_scale,
+                                const std::optional<Tensor>& column_scale, const std::optional<Tensor>& bias,
+                                const std::optional<Tensor>& residual, bool silu_mul) {
+  const bool half = x.scalar_type() == ScalarType::Half;
+  require(half || x.scalar_type() == ScalarType::BFloat16, "expected bfloat16 or float16 activations");
+  std::array<StableIValue, 4> stack{
+      torch::stable::detail::from(x), torch::stable::detail::from(input_scale_inv),
+      torch::stable::detail::from(true), torch::stable::detail::from(true)};  // tiled, exact
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("nibble::nvfp4_quant", "", stack.data(), TORCH_ABI_VERSION));
+  const Tensor x_codes = torch::stable::detail::to<Tensor>(stack[0]);
+  const Tensor x_scales = torch::stable::detail::to<Tensor>(stack[1]);
+  return nvfp4_w4a4_linear(x_codes, x_scales, codes, scales, outputs, global_scale, column_scale, bias,
+                           residual, silu_mul, half);
 }
 
 }  // namespace
@@ -65,4 +94,5 @@ Tensor nvfp4_w4a4_linear(const Tensor& x_codes, const Tensor& x_scales, const Te
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {
   library.impl("nvfp4_w4a4_linear", TORCH_BOX(&nibble::w4a4::nvfp4_w4a4_linear));
+  library.impl("nvfp4_w4a4_weight_linear", TORCH_BOX(&nibble::w4a4::nvfp4_w4a4_weight_linear));
 }

@@ -1,5 +1,5 @@
-// 17 to 512 rows of NVFP4 activations times an NVFP4 weight, for SM12x: the decode kernel's weight as the
-// first operand of FP4 products. Layouts and order of work: docs/kernels/blackwell.md.
+// Rows of NVFP4 activations times an NVFP4 weight, for SM12x: the decode kernel's weight as the first operand
+// of FP4 products. Layouts and order of work: docs/kernels/blackwell.md.
 //
 // A thread block multiplies 128 rows of the weight by a tile of tokens. One warp fetches 128 columns at a time
 // in bulk; eight others have 16 rows each. All chunks of all units are divided in equal ranges, one for each
@@ -30,6 +30,10 @@ constexpr uint32_t kThreads = (kWarps + 1) * kLanes;
 constexpr uint32_t kXRowBytes = kChunk / 2;          // of a token's codes in a chunk
 constexpr uint32_t kXTileBytes = 512;                // scales of 128 tokens in 64 columns: scale_layout.h
 constexpr uint32_t kXTileTokens = 128;
+// More tokens are multiplied in slices, so that a slice's codes stay in the second cache while all row blocks
+// of the weight read them.
+constexpr uint32_t kMostTokens = 512;
+static_assert(kMostTokens % kXTileTokens == 0);
 
 // ScaleBytes: of x's scales in a stage.
 template <uint32_t Tokens, uint32_t Stages, uint32_t ScaleBytes = 2 * kXTileBytes>
@@ -67,6 +71,19 @@ struct Problem {
   Shares shares;
 
   NIBBLE_FUNCTION uint32_t units() const { return row_blocks * token_tiles; }
+
+  // The product of `most` tokens or fewer from `first_token` on, which begins a tile of x's scales.
+  NIBBLE_FUNCTION Problem slice(uint32_t first_token, uint32_t most) const {
+    Problem part = *this;
+    const size_t k_tiles = (columns / 16 + kTileBlocks - 1) / kTileBlocks;
+    const size_t out_bytes = size_t{first_token} * (output.silu_mul ? output.outputs / 2 : output.outputs) * 2;
+    part.tokens = tokens - first_token < most ? tokens - first_token : most;
+    part.x += size_t{first_token} * (columns / 2);
+    part.x_scales += first_token / kXTileTokens * k_tiles * kXTileBytes;
+    part.output.out = static_cast<char*>(output.out) + out_bytes;
+    if (output.residual) part.output.residual = static_cast<const char*>(output.residual) + out_bytes;
+    return part;
+  }
 };
 
 // Scales of eight blocks, as two words, in the order of an instruction.

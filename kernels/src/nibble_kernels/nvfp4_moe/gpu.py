@@ -105,7 +105,7 @@ def pairs_reference(
     """
     ids = topk_ids.reshape(-1)
     inputs = x.repeat_interleave(len(ids) // max(len(x), 1), 0).float()
-    y = torch.zeros(len(ids), rows // (2 if silu_mul else 1), device=x.device)
+    y = torch.zeros(len(ids), rows // (2 if silu_mul else 1), dtype=torch.float32, device=x.device)
     for expert in ids[(ids >= 0) & (ids < experts)].unique().tolist():
         pairs = ids == expert
         sums = product(inputs[pairs], expert)

@@ -71,7 +71,7 @@ def rounded_moe(
     product(rows, expert, is_first): float32 rows times w13 or w2 of one expert.
     """
     ids, topk = topk_ids.reshape(-1), topk_ids.shape[1]
-    y = torch.zeros(len(ids), columns, device=x.device)
+    y = torch.zeros(len(ids), columns, dtype=torch.float32, device=x.device)
     for expert in ids[(ids >= 0) & (ids < experts)].unique().tolist():
         pairs = (ids == expert).nonzero()[:, 0]
         h = activation(product(x[pairs // topk], expert, True)).to(x.dtype)
