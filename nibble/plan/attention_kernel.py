@@ -23,7 +23,7 @@ from nibble.engine.decode_attention import (
 )
 from nibble.engine.decode_attention import FEW as MOST_REQUESTS
 from nibble.errors import ExitCode, NibbleError
-from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.choice import Choice, Choices, tensor_parallel_size, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
@@ -100,7 +100,7 @@ def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
         return problem
     if any(values.get(flag) not in (None, False) for flag in SPECULATIVE):
         return "it is not measured with drafts"
-    if int(values.get("--tensor-parallel-size") or 1) > 1:
+    if tensor_parallel_size(values) > 1:
         return "it has not served a model on several GPUs"
     checkpoint = inputs.checkpoint
     if checkpoint is None:

@@ -57,6 +57,11 @@ def values_of(choices: Mapping[str, Choice]) -> dict[str, Any]:
     return {name: choice.value for name, choice in choices.items()}
 
 
+def tensor_parallel_size(values: Mapping[str, Any]) -> int:
+    """Over how many GPUs each layer is divided."""
+    return int(values.get("--tensor-parallel-size") or 1)
+
+
 def at(layer: Layer, choices: Mapping[str, Choice]) -> Choices:
     """`choices`, moved to `layer`."""
     return {name: replace(choice, layer=layer) for name, choice in choices.items()}

@@ -12,7 +12,7 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.engine.contract import CONFIG_KEY
-from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.choice import Choice, Choices, tensor_parallel_size, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, UNQUANTIZED, asked, stored_head
 from nibble.plan.startup import SPECULATIVE
@@ -119,4 +119,4 @@ def _is_quantized(checkpoint: Checkpoint) -> bool:
 def _head_weights(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     """Weights of the output head on each GPU; 0 if the config does not say it."""
     weights = (checkpoint.vocab_size or 0) * (checkpoint.hidden_size or 0)
-    return weights // int(args.get("--tensor-parallel-size") or 1)
+    return weights // tensor_parallel_size(args)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import EXPERT, GROUP_SIZE, STACKED_EXPERTS, Nvfp4Weight
+from nibble.plan.choice import tensor_parallel_size
 from nibble.trials.choose import Form, Use
 from nibble.trials.trial import Shape
 
@@ -95,9 +96,7 @@ def _on_one_gpu(
     second = next((parts[name] for name in DOWN if name in parts), None)
     if second is None:
         return None
-    ranks = int(args.get("--tensor-parallel-size") or 1) * int(
-        args.get("--data-parallel-size") or 1
-    )
+    ranks = tensor_parallel_size(args) * int(args.get("--data-parallel-size") or 1)
     hidden, intermediate = second.rows, second.columns
     halves = 2 if any(name in parts for name in GATES) else 1
     if args.get("--enable-expert-parallel") is True:

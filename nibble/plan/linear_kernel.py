@@ -12,7 +12,7 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import dense_weights
 from nibble.engine.contract import CONFIG_KEY
-from nibble.plan.choice import OURS, Choice, Choices, values_of
+from nibble.plan.choice import OURS, Choice, Choices, tensor_parallel_size, values_of
 from nibble.plan.fp4_products import columns_problem, serves_in_fp4
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.linear_shapes import linear_uses
@@ -49,7 +49,7 @@ def choose_linear_kernel(inputs: PlanInputs, args: Mapping[str, Choice]) -> Part
     choice, checkpoint, values = _chosen(inputs, args), inputs.checkpoint, values_of(args)
     if choice is None or inputs.trials is None or checkpoint is None or not checkpoint.weights:
         return PartKernels(choice)
-    split = int(values.get("--tensor-parallel-size", 1))
+    split = tensor_parallel_size(values)
     uses = linear_uses(checkpoint, split, trial_form(inputs))
     if in_effect("--linear-backend", values) != "auto":
         return PartKernels(choice)
@@ -207,7 +207,7 @@ def _obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
     dense = dense_weights(checkpoint.nvfp4)
     if not dense:
         return "only experts are NVFP4; NIBBLE_MOE_KERNEL sets their kernel"
-    split = ROW_MULTIPLE * int(args.get("--tensor-parallel-size", 1))
+    split = ROW_MULTIPLE * tensor_parallel_size(args)
     if odd := next((weight for weight in dense if weight.rows % split), None):
         return f"{odd.module} has {odd.rows} rows, not a multiple of {split}"
     return ""
@@ -226,4 +226,4 @@ def _fp4_obstacle(inputs: PlanInputs, args: Mapping[str, Any]) -> str:
         )
     if checkpoint.weights is None:
         return ""
-    return columns_problem(checkpoint, int(args.get("--tensor-parallel-size", 1)))
+    return columns_problem(checkpoint, tensor_parallel_size(args))

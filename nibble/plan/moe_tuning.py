@@ -23,6 +23,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.machine.hardware import Hardware
 from nibble.machine.paths import root
 from nibble.machine.targets import GpuModel, Target
+from nibble.plan.choice import tensor_parallel_size
 
 VARIABLE = "VLLM_TUNED_CONFIG_FOLDER"
 DATA = "targets/moe"
@@ -106,7 +107,7 @@ def find_data(
     device = device_in_file_name(gpu)
     folder = root() / DATA / device
     width = checkpoint.text_config.get("moe_intermediate_size")
-    split = int(args.get("--tensor-parallel-size") or 1)
+    split = tensor_parallel_size(args)
     if not isinstance(width, int) or width % split or not folder.is_dir():
         return None
     begin = f"E={checkpoint.num_experts},N={width // split},"

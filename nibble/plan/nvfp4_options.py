@@ -16,7 +16,7 @@ from nibble.engine.contract import CONFIG_FLAG as FLAG
 from nibble.engine.contract import given_options
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
-from nibble.plan.choice import OURS, Flags
+from nibble.plan.choice import OURS, Flags, tensor_parallel_size
 from nibble.plan.expert_shapes import has_e4m3_experts
 from nibble.plan.fp4_products import columns_problem, has_our_fp4_products
 from nibble.recipes.rules import NESTED, in_effect
@@ -151,7 +151,7 @@ def _check_our_kernel(
             f" {target.name}"
         )
         raise NibbleError(ExitCode.CONFIG, what=what, expected="activations in BF16", action=action)
-    split = int(flags.plain.get("--tensor-parallel-size") or 1)
+    split = tensor_parallel_size(flags.plain)
     if part == "linear" and checkpoint.weights and (problem := columns_problem(checkpoint, split)):
         raise NibbleError(
             ExitCode.CONFIG,

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
-from nibble.plan.choice import Choice, Flags
+from nibble.plan.choice import Choice, Flags, tensor_parallel_size
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.memory import MemoryPlan
 from nibble.plan.nvfp4_options import with_served_activations
@@ -48,7 +48,7 @@ class Situation:
     @property
     def tensor_parallel(self) -> int:
         """The number of GPUs that each layer is split over."""
-        return int(self.values.get("--tensor-parallel-size", 1))
+        return tensor_parallel_size(self.values)
 
     @cached_property
     def topology(self) -> Topology:

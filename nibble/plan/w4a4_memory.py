@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nibble.plan.choice import Choice, values_of
+from nibble.plan.choice import Choice, tensor_parallel_size, values_of
 from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.linear_shapes import linear_uses
@@ -43,7 +43,7 @@ def linear_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice], token
     is_ours = asked(values).get("linear_kernel") == "nibble"
     if checkpoint is None or not is_ours or not serves_in_fp4(checkpoint, inputs.target):
         return 0
-    uses = linear_uses(checkpoint, int(values.get("--tensor-parallel-size") or 1), "fp4")
+    uses = linear_uses(checkpoint, tensor_parallel_size(values), "fp4")
     count = multiprocessors(inputs)
     return max((linear_bytes(use.shape, tokens, count) for use in uses), default=0)
 
