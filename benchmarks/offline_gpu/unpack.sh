@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # unpack.sh PARTS_DIR SOURCES [LANE[,LANE…][@GPU]…]: unpack, check that everything loads, and start the lanes in the
 # background (default: timing tests two_gpus). `one,two@1` runs two lanes one after the other on GPU 1 and on its share of
-# the cores. PARTS_DIR has the parts of the GPU runtime, of the CPU runtime, or both. Takes 20 s for each.
+# the cores. Lanes are run_LANE.sh in this folder or in SOURCES/.gpu. PARTS_DIR has the parts of the GPU runtime, of the
+# CPU runtime, or both. Takes 20 s for each.
 set -euo pipefail
 parts=$1 sources=$2
 shift 2
@@ -9,6 +10,7 @@ shift 2
 mkdir -p /tmp/R /tmp/repo
 tar -C "${sources}" --exclude=./.gpu -cf - . | tar -x -C /tmp/repo
 commit=$(cat "${sources}/.gpu/commit")
+if compgen -G "${sources}/.gpu/run_*.sh" >/dev/null; then cp "${sources}"/.gpu/run_*.sh /tmp/repo/benchmarks/offline_gpu/; fi
 
 unpack() { # LETTER FOLDER
   mkdir -p "$2"
