@@ -22,7 +22,8 @@ template <class T, class Operand, class Form, class Rows>
 struct StagedX {
   static constexpr bool kConverts = !Operand::kAnyRange && std::is_same_v<T, __nv_bfloat16>;
   static constexpr uint32_t kRow = kChunk / 8;  // 16 bytes each of a row of x in a chunk
-  static constexpr uint32_t kAtOnce = 8;        // of a lane's loads of x
+  // Of a lane's loads of x. Sixteen warps have registers for few that are also converted.
+  static constexpr uint32_t kAtOnce = kConverts && !Form::kSmall ? 4 : 8;
 
   const Problem& p;
   const Rows rows;
