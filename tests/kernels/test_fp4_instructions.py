@@ -175,8 +175,8 @@ def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
 def test_the_decode_kernels_are_compiled_to_what_they_count_on(
     arch: str, source: str, count: int, compile_for: Compiler
 ) -> None:
-    """Nothing spilled, tensor cores and overlapped launches in every form, codes converted as the
-    target can.
+    """Nothing spilled but by experts on SM100, tensor cores and overlapped launches in every form,
+    codes converted as the target can.
 
     Half of the kernels are empty: forms for another size of shared memory.
     """
@@ -187,9 +187,9 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
         words, capture_output=True, text=True, check=True, env={"PATH": str(tool)}
     ).stdout
     spilled = re.findall(r"STACK:(\d+)", usage)
-    assert len(spilled) == len(re.findall(r"REG:(\d+)", usage)) == 2 * count and set(spilled) == {
-        "0"
-    }
+    assert len(spilled) == len(re.findall(r"REG:(\d+)", usage)) == 2 * count
+    may_spill = (arch, source) == ("100f", "nvfp4_moe")
+    assert max(map(int, spilled)) <= (168 if may_spill else 0)
     launched = f"FormILb{int(arch.startswith('12'))}E"
     unpack = "E2M1" if arch not in WITHOUT_FP4 else "E4M3"
     for name, body in sass_functions(cubin):
@@ -198,9 +198,8 @@ def test_the_decode_kernels_are_compiled_to_what_they_count_on(
             continue
         form = re.search(r"FormILb\dELj(\d)E", name)  # groups of tokens
         assert form and len(re.findall(r"\bHMMA\.16816\.F32", body)) == 8 * int(form[1]), name
-        assert "LDL" not in body and "LDGSTS" in body and "ACQBULK" in body and "PREEXIT" in body, (
-            name
-        )
+        assert may_spill or "LDL" not in body, name
+        assert "LDGSTS" in body and "ACQBULK" in body and "PREEXIT" in body, name
         assert ("E4m3Operand" in name) == bool(re.search("E4m3(Rows)?E", name)), name
         if "11HalfOperand" in name:
             assert len(re.findall(rf"F2FP\.F16\.{unpack}\.UNPACK_B", body)) >= 32, name
