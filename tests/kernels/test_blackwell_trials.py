@@ -126,7 +126,7 @@ def test_another_scale_or_bias_of_an_e4m3_weight_is_found(
         kind = "channel" if columns is not None else "block" if tiles.unique().numel() > 1 else ""
         if part == "bias" and bias is not None:
             bias = bias.roll(1)
-        elif part == "channel" == kind:
+        elif part == "channel" and columns is not None:
             columns = columns.roll(1)
         elif part == "block" == kind:
             tiles = tiles.roll(1, 1)

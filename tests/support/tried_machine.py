@@ -115,7 +115,7 @@ class Machine:
     ) -> None:
         """The same for its FP8 linear layers; without a ratio, verdicts alone."""
         uses = e4m3_uses(read_checkpoint(str(model)), 1)
-        outcomes = [Outcome(E4M3.vllm_choice(form), theirs) for form in {use.form for use in uses}]
+        outcomes = [Outcome(E4M3.vllm_choice(use.form), theirs) for use in uses]
         shapes = dict(self.record(target).shapes)
         for use in uses if ratio is not None else ():
             each = ratio.get(use.key.split()[0], 0.5) if isinstance(ratio, dict) else ratio
