@@ -203,12 +203,15 @@ def test_without_times_the_default_stays() -> None:
         assert kernels(record(), default) == [default, default]
 
 
-@pytest.mark.parametrize(("layers", "kernel"), [(1, "vllm"), (9, "nibble")])
+@pytest.mark.parametrize(
+    ("layers", "kernel"), [((1, 1), "vllm"), ((9, 1), "nibble"), ((1, 9), "vllm")]
+)
 def test_fp8_layers_have_the_kernel_that_takes_less_time_for_all_of_them(
-    layers: int, kernel: str
+    layers: tuple[int, int], kernel: str
 ) -> None:
     """A shape that is not measured has it too."""
-    uses = [Use((96, 64), layers, "fp8"), Use((64, 64), 1, "fp8"), Use((32, 64), 1, "fp8")]
+    fast, slow = layers
+    uses = [Use((96, 64), fast, "fp8"), Use((64, 64), slow, "fp8"), Use((32, 64), 1, "fp8")]
     shapes = {"96x64 fp8": times(9, 10), "64x64 fp8": times(15, 10)}
     found = replace(record(outcome("e4m3")), shapes=shapes)
     assert [each.kernel for each in choose(uses, found, "vllm", 4, E4M3)] == [kernel] * 3
