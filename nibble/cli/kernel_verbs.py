@@ -56,8 +56,8 @@ def tune(
         typer.Option(
             metavar="ROWSxCOLUMNS",
             help=(
-                "Shape in place of a model's, as 4096x14336; experts as"
-                " 128x8x2048x768x2; repeatable."
+                "Shape in place of a model's, as 4096x14336, of an FP8 layer as 4096x14336:fp8;"
+                " experts as 128x8x2048x768x2; repeatable."
             ),
         ),
     ] = None,

@@ -30,7 +30,7 @@ def show_plan(plan: Plan) -> None:
         ("vLLM environment", plan.env),
     ):
         console.print(_choices_table(title, choices))
-    for part in (plan.linear_kernels, plan.expert_kernels):
+    for part in (plan.linear_kernels, plan.e4m3_kernels, plan.expert_kernels):
         if part.shapes:
             from nibble.cli.tune import times_table
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rich.markup import escape
 
@@ -21,10 +21,12 @@ from nibble.plan.choice import values_of
 from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.fp4_products import COLUMN_MULTIPLE, has_our_fp4_products
 from nibble.plan.gather import Asked, choose_target, plan_for, read_wishes
-from nibble.plan.linear_shapes import linear_uses
+from nibble.plan.linear_shapes import e4m3_uses, linear_uses
 from nibble.plan.part_kernels import DEFAULT_SEQUENCES
 from nibble.serve.preflight.machine import check_hardware
 from nibble.trials.choose import (
+    E4M3,
+    E4M3_FORMS,
     EXPERTS,
     EXPERTS_FP4,
     LINEAR,
@@ -95,10 +97,11 @@ def _parts(uses: Sequence[Use], target: Target) -> list[Wanted]:
     """Linear layers and experts, by what multiplies their activations. Without nibble's kernel
     there is no choice for experts.
     """
+    in_fp8 = [use for use in uses if use.form in E4M3_FORMS]
     in_fp4 = [use for use in uses if use.form == "fp4" and target.features.has_fp4_mma]
-    others = [use for use in uses if use not in in_fp4]
+    others = [use for use in uses if use not in in_fp4 and use not in in_fp8]
     with_ours = has_our_fp4_products(target) or not in_fp4
-    parts: list[Wanted] = []
+    parts = [Wanted(in_fp8, E4M3)] if in_fp8 else []
     for some, linear_part, expert_part in (
         (others, LINEAR, EXPERTS),
         (in_fp4, LINEAR_FP4, EXPERTS_FP4),
@@ -125,8 +128,10 @@ def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int,
             action="run `nibble pull` first, or give --shape",
         )
     form: Form = "fp4" if "fp4" in checkpoint.scheme.activations else "bf16"
-    uses = linear_uses(checkpoint, int(values.get("--tensor-parallel-size", 1)), form)
-    uses += expert_uses(checkpoint, values, form)
+    split = int(values.get("--tensor-parallel-size", 1))
+    uses = linear_uses(checkpoint, split, form) + expert_uses(checkpoint, values, form)
+    if checkpoint.scheme.is_nvfp4:  # FP8 layers without NVFP4 ones are vLLM's
+        uses += e4m3_uses(checkpoint, split)
     if not uses:
         raise NibbleError(
             ExitCode.CONFIG,
@@ -139,23 +144,26 @@ def _wanted(asked: Asked, given: tuple[Use, ...]) -> tuple[tuple[Use, ...], int,
 
 
 def _use(word: str) -> Use:
-    """`4096x4096`, `4096x4096:fp4` or `128x8x2048x768x2`. Raises USAGE."""
+    """`4096x4096`, `4096x4096:fp4`, `4096x4096:fp8` or `128x8x2048x768x2`. Raises USAGE."""
     name, _, form = word.partition(":")
-    if not SHAPE.fullmatch(name) or form not in ("", "bf16", "fp4"):
-        raise _bad_shape(word, "ROWSxCOLUMNS, such as 4096x14336, with :fp4 for W4A4")
+    known = next((each for each in get_args(Form) if each == (form or "bf16")), None)
+    if not SHAPE.fullmatch(name) or known is None:
+        expected = "ROWSxCOLUMNS, such as 4096x14336, with :fp4 for W4A4 or :fp8 for an FP8 layer"
+        raise _bad_shape(word, expected)
     shape = tuple(map(int, name.split("x")))
     if len(shape) == LINEAR_NUMBERS:
         columns = COLUMN_MULTIPLE if form == "fp4" else 16
-        if shape[0] % 8 or shape[1] % columns or 0 in shape:
-            expected = f"rows that are a multiple of 8 and columns that are one of {columns}"
+        rows = 16 if form == "fp8-block" else 8
+        if shape[0] % rows or shape[1] % columns or 0 in shape:
+            expected = f"rows that are a multiple of {rows} and columns that are one of {columns}"
             raise _bad_shape(word, expected)
-    elif len(shape) != EXPERT_NUMBERS or not _is_possible(shape):
+    elif len(shape) != EXPERT_NUMBERS or not _is_possible(shape) or known in E4M3_FORMS:
         expected = (
             "experts, experts of a token, hidden and intermediate size in 16s, and 2 with a gate or"
             " 1 without"
         )
         raise _bad_shape(word, expected)
-    return Use(shape, 1, "fp4" if form == "fp4" else "bf16")
+    return Use(shape, 1, known)
 
 
 def _is_possible(shape: Shape) -> bool:

@@ -14,7 +14,7 @@ UNTRIED = "a start here, or `nibble tune`, tries it on this machine"
 @dataclass(frozen=True)
 class PartKernels:
     """`choice`: `vllm` or `nibble` with the reason; None on the CPU and for a checkpoint without
-    such NVFP4 layers. `shapes`: the choice for each shape, where trials on this machine count.
+    such layers. `shapes`: the choice for each shape, where trials on this machine count.
     `backend`: a --linear-backend in place of vLLM's choice, which was wrong here. `uses`: the
     shapes that a start tries first, with nibble's kernel (`tries_ours`), for time too (`is_timed`);
     empty for another machine. `part`: the trials of these layers.

@@ -56,6 +56,7 @@ class Plan:
     caches: CachePlan
     linear_kernels: PartKernels = field(default_factory=PartKernels)
     expert_kernels: PartKernels = field(default_factory=PartKernels)
+    e4m3_kernels: PartKernels = field(default_factory=PartKernels)
 
     @property
     def revision(self) -> str | None:
@@ -116,6 +117,7 @@ class Plan:
             "decode_bound": self.bound.to_json(),
             "linear_shapes": [shape.to_json() for shape in self.linear_kernels.shapes],
             "expert_shapes": [shape.to_json() for shape in self.expert_kernels.shapes],
+            "e4m3_shapes": [shape.to_json() for shape in self.e4m3_kernels.shapes],
             "expected": dict(self.recipe.expected) if self.recipe else {},
             "rules": list(self.rules),
             "notices": list(self.notices),

@@ -136,8 +136,12 @@ def _topology(situation: Situation) -> Decision:
 
 
 def _e4m3_linear(situation: Situation) -> Decision:
-    chosen = choose_e4m3_linear(situation.served, situation.flags)
-    return Decision(e4m3_linear_flags(chosen, situation.flags), e4m3_linear=chosen)
+    kernels = choose_e4m3_linear(situation.served, situation.flags)
+    return Decision(
+        e4m3_linear_flags(kernels.choice, situation.flags),
+        notices=kernels.notices,
+        e4m3_kernels=kernels,
+    )
 
 
 def _linear_kernel(situation: Situation) -> Decision:
@@ -317,6 +321,7 @@ def _assemble(situation: Situation) -> Plan:
         caches=caches,
         linear_kernels=situation.linear_kernels,
         expert_kernels=situation.expert_kernels,
+        e4m3_kernels=situation.e4m3_kernels,
     )
 
 
@@ -333,8 +338,8 @@ def _choices(situation: Situation) -> Choices:
     choices = {"target": inputs.target_choice, **choices, "recipe": _recipe_choice(inputs)}
     if (linear_kernel := situation.linear_kernels.choice) is not None:
         choices["linear_kernel"] = linear_kernel
-    if situation.e4m3_linear is not None:
-        choices["e4m3_linear"] = situation.e4m3_linear
+    if (e4m3_linear := situation.e4m3_kernels.choice) is not None:
+        choices["e4m3_linear"] = e4m3_linear
     if (expert_kernel := situation.expert_kernels.choice) is not None:
         choices["moe_kernel"] = expert_kernel
     if situation.draft_head is not None:

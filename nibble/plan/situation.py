@@ -27,7 +27,7 @@ class Situation:
     notices: tuple[str, ...] = ()
     linear_kernels: PartKernels = field(default_factory=PartKernels)
     expert_kernels: PartKernels = field(default_factory=PartKernels)
-    e4m3_linear: Choice | None = None
+    e4m3_kernels: PartKernels = field(default_factory=PartKernels)
     draft_head: Choice | None = None
     step_graph: Choice | None = None
     attention: Choice | None = None
@@ -66,7 +66,7 @@ class Situation:
             notices=(*self.notices, *decision.notices),
             linear_kernels=decision.linear_kernels or self.linear_kernels,
             expert_kernels=decision.expert_kernels or self.expert_kernels,
-            e4m3_linear=decision.e4m3_linear or self.e4m3_linear,
+            e4m3_kernels=decision.e4m3_kernels or self.e4m3_kernels,
             draft_head=decision.draft_head or self.draft_head,
             step_graph=decision.step_graph or self.step_graph,
             attention=decision.attention or self.attention,
@@ -84,7 +84,7 @@ class Decision:
     notices: tuple[str, ...] = ()
     linear_kernels: PartKernels | None = None
     expert_kernels: PartKernels | None = None
-    e4m3_linear: Choice | None = None
+    e4m3_kernels: PartKernels | None = None
     draft_head: Choice | None = None
     step_graph: Choice | None = None
     attention: Choice | None = None

@@ -36,7 +36,7 @@ def should_try(plan: Plan, cache: Path, say: Say) -> Record | None:
 
 def _parts(plan: Plan) -> dict[Part, PartKernels]:
     """The kinds of layers that have kernels to try."""
-    found = (plan.linear_kernels, plan.expert_kernels)
+    found = (plan.linear_kernels, plan.e4m3_kernels, plan.expert_kernels)
     return {kernels.part: kernels for kernels in found if kernels.uses}
 
 
@@ -61,9 +61,8 @@ def try_kernels(plan: Plan, record: Record, environ: Mapping[str, str], say: Say
     parts = {part: found for part, found in _parts(plan).items() if _is_open(part, found, record)}
     ours = any(kernels.tries_ours for kernels in parts.values())
     kernels = "nibble's and vLLM's kernels" if ours else "vLLM's kernel"
-    layers = " and ".join(
-        "experts" if part.task == "experts" else "linear layers" for part in parts
-    )
+    names = {"experts": "experts", "e4m3": "FP8 linear layers"}
+    layers = " and ".join(names.get(part.task, "linear layers") for part in parts)
     say(
         f"trying {kernels} for {layers} on this GPU, once for this driver and build, for"
         f" {WORK_S:.0f} s at most after their processes have started"

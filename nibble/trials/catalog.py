@@ -25,6 +25,8 @@ W4A4_ROWS = (1, 17, 33, 65, 200, 512)
 # The kernels take 32 and 16 rows at a time; above 64 rows a sparse weight is dequantized.
 FP8_ROWS = (1, 8, 9, 17, 33, 64)
 SPARSE_ROWS = (1, 8, 9, 17, 64, 65)
+# Few rows of BF16 activations; with more, vLLM's kernel multiplies.
+E4M3_ROWS, E4M3_TIMED_ROWS = (1, 2, 4, 5, 8), (1, 8)
 EXPERT_SHAPES: tuple[Shape, ...] = ((8, 2, 1024, 768, 2), (8, 2, 512, 256, 2))
 EXPERT_ROWS = (1, 16, 60, 160)
 # The last shape has no gate, and fills no tile.
@@ -37,6 +39,8 @@ OUR_PARTS = ("decode", "warpgroup", "dequantized")
 # The same with FP4 activations, on GPUs with FP4 products.
 OURS_FP4, OUR_FP4_EXPERTS = "nibble:fp4", "w4a4-experts"
 OUR_FP4_PARTS = ("w4a4", "quantize")
+# Of FP8 linear layers with few rows.
+OUR_E4M3, THEIR_E4M3 = "e4m3", "vllm:e4m3"
 # Class of vLLM's in targets/*.toml -> kernels of a trial: --linear-backend and the activations.
 BACKENDS: Mapping[str, tuple[str, ...]] = {
     "HummingNvFp4LinearKernel": ("vllm:humming:bf16",),
@@ -72,6 +76,8 @@ def _gpu(target: Target, gpus: int, with_vllm: bool) -> Iterable[Trial]:
         yield Trial(kernel, "linear", kernel, "cuda", GPU_SHAPES, ROWS, TIMED_ROWS)
     yield Trial("w4a4", "linear", "w4a4:fp4", "cuda", W4A4_SHAPES, W4A4_ROWS, TIMED_ROWS[2:])
     yield Trial("fp8", "fp8", "fp8", "cuda", GPU_SHAPES, FP8_ROWS, TIMED_ROWS[:2])
+    rows, timed = E4M3_ROWS, E4M3_TIMED_ROWS
+    yield Trial(OUR_E4M3, "e4m3", OUR_E4M3, "cuda", GPU_SHAPES, rows, timed)
     yield Trial("sparse", "linear", "sparse", "cuda", GPU_SHAPES, SPARSE_ROWS, TIMED_ROWS[:2])
     yield Trial(OUR_EXPERTS, "experts", OUR_EXPERTS, "cuda", EXPERT_SHAPES, EXPERT_ROWS)
     kernel = OUR_FP4_EXPERTS
@@ -103,7 +109,7 @@ def used_by_plans(target: Target, names: Iterable[str], ran: Mapping[str, str]) 
     else:
         used = {THEIRS, "vllm:auto:fp4"}
         if target.name in OURS_BY_DEFAULT:
-            used |= {"conversions", *OUR_PARTS}
+            used |= {"conversions", *OUR_PARTS, OUR_E4M3}
     return frozenset(used & set(names))
 
 

@@ -13,29 +13,36 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nibble.trials.catalog import (
+    OUR_E4M3,
     OUR_EXPERTS,
     OUR_FP4_EXPERTS,
     OUR_FP4_PARTS,
     OUR_PARTS,
     OURS,
     OURS_FP4,
+    THEIR_E4M3,
 )
 from nibble.trials.record import Record, ShapeTimes
 from nibble.trials.trial import Outcome, Shape, Task, shape_name
 
 Kernel = Literal["nibble", "vllm"]
-Form = Literal["bf16", "fp4"]  # the activations of a checkpoint's layers
+# The activations of a checkpoint's NVFP4 layers; or an FP8 weight with a scale for all of it, for
+# each row, or for 128 x 128 blocks.
+Form = Literal["bf16", "fp4", "fp8", "fp8-channel", "fp8-block"]
+E4M3_FORMS: tuple[Form, ...] = ("fp8", "fp8-channel", "fp8-block")
 # Rows of decode steps by their number of sequences, and of a prompt.
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_ROWS = 2048
 TIMED_ROWS = (*DECODE_ROWS, PROMPT_ROWS)
 TRUTH_ROWS = (1, 16, 17, 64, 200, 1100)
+UNMEASURED = "not measured here"
 
 
 @dataclass(frozen=True)
 class Part:
     """A kind of layers. `ours`: the trial of nibble's operator for them; `checks`: other trials
-    whose fault is the operator's; `theirs`: the beginning of the name of vLLM's trial.
+    whose fault is the operator's; `theirs`: the beginning of the name of vLLM's trial. `together`:
+    all layers of a model have one kernel.
     """
 
     task: Task
@@ -43,6 +50,8 @@ class Part:
     checks: tuple[str, ...]
     theirs: str
     truth_rows: tuple[int, ...]
+    timed_rows: tuple[int, ...] = TIMED_ROWS
+    together: bool = False
 
     def vllm_choice(self, form: Form) -> str:
         """The trial of vLLM's own choice."""
@@ -55,6 +64,8 @@ EXPERTS = Part("experts", OUR_EXPERTS, ("conversions",), "vllm:experts", (1, 16,
 # The same layers where nibble's kernels multiply FP4 activations.
 LINEAR_FP4 = replace(LINEAR, ours=OURS_FP4, checks=(*OUR_FP4_PARTS, "conversions"))
 EXPERTS_FP4 = replace(EXPERTS, ours=OUR_FP4_EXPERTS, checks=("quantize", "conversions"))
+# nibble's kernel for few rows, beside vLLM's for more.
+E4M3 = Part("e4m3", OUR_E4M3, (), THEIR_E4M3, DECODE_ROWS[:4], DECODE_ROWS[:4], together=True)
 
 
 @dataclass(frozen=True)
@@ -110,14 +121,22 @@ def choose(
         return tuple(ShapeChoice(use, "vllm", ours.line()) for use in uses)
     if theirs and not ours and is_proven(record, part):
         return tuple(ShapeChoice(use, "nibble", f"vLLM's: {theirs.line()}") for use in uses)
-    return tuple(_by_time(use, record, default, most_rows) for use in uses)
+    choices = tuple(_by_time(use, record, default, most_rows) for use in uses)
+    if not part.together:
+        return choices
+    ratio = mean_ratio(times_together(choices), most_rows)
+    if ratio is None:
+        return tuple(replace(choice, kernel=default, why=UNMEASURED) for choice in choices)
+    kernel: Kernel = "nibble" if ratio <= 1 else "vllm"
+    why = "the faster here in the mean of all layers"
+    return tuple(replace(choice, kernel=kernel, why=why) for choice in choices)
 
 
 def _by_time(use: Use, record: Record, default: Kernel, most_rows: int) -> ShapeChoice:
     times = record.shapes.get(use.key)
     ratio = mean_ratio(times, most_rows) if times else None
     if ratio is None:
-        return ShapeChoice(use, default, "not measured here", times=times)
+        return ShapeChoice(use, default, UNMEASURED, times=times)
     kernel: Kernel = "nibble" if ratio <= 1 else "vllm"
     return ShapeChoice(use, kernel, "the faster here in the mean", ratio, times)
 
@@ -133,6 +152,24 @@ def mean_ratio(times: ShapeTimes, most_rows: int) -> float | None:
         if str(rows) in times.nibble and str(rows) in times.vllm
     ]
     return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def times_together(choices: Sequence[ShapeChoice]) -> ShapeTimes:
+    """Microseconds of all layers that have times of both kernels, for the rows that all of these
+    have.
+    """
+    timed = [
+        (choice.times, choice.use.layers)
+        for choice in choices
+        if choice.times and choice.ratio is not None
+    ]
+    known = [times.nibble.keys() & times.vllm.keys() for times, _ in timed]
+    rows = set.intersection(*map(set, known)) if known else set[str]()
+    ordered = sorted(rows, key=int)
+    return ShapeTimes(
+        {row: sum(times.nibble[row] * layers for times, layers in timed) for row in ordered},
+        {row: sum(times.vllm[row] * layers for times, layers in timed) for row in ordered},
+    )
 
 
 def our_fault(record: Record, part: Part = LINEAR) -> Outcome | None:

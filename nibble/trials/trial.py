@@ -9,7 +9,9 @@ from typing import Any, Literal
 # Rows N and columns K of a weight. Of a layer of experts: experts, experts of a token, hidden and
 # intermediate size, and 2 for gate and up or 1 for up alone.
 Shape = tuple[int, ...]
-Task = Literal["conversions", "linear", "experts", "fp8", "quantize", "head", "bandwidth", "links"]
+Task = Literal[
+    "conversions", "linear", "experts", "fp8", "e4m3", "quantize", "head", "bandwidth", "links"
+]
 Verdict = Literal["right", "wrong", "not finite", "hung", "crashed", "refused", "not run"]
 # A kernel with one of these is not used. `refused` says that it is not for this machine, and
 # `not run` that the time was over.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nibble.trials.choose import LINEAR, TIMED_ROWS, Form, Part, Use, times_of
+from nibble.trials.choose import LINEAR, Form, Part, Use, times_of
 from nibble.trials.record import Record
 from nibble.trials.run import run_trials
 from nibble.trials.trial import Fault, Outcome, Trial, planted
@@ -31,8 +31,9 @@ def missing(uses: Sequence[Use], record: Record) -> tuple[Use, ...]:
 
 def tune_trials(wanted: Wanted, device: str = "cuda") -> tuple[Trial, ...]:
     """nibble's operator, and vLLM's choice for each format of activations among the uses."""
-    rows = (TIMED_ROWS if device == "cuda" else TUNED_ROWS_OF_A_CPU) if wanted.timed else ()
     part = wanted.part
+    timed = part.timed_rows if device == "cuda" else TUNED_ROWS_OF_A_CPU
+    rows = timed if wanted.timed else ()
     shapes = {part.ours: [use.shape for use in wanted.uses]} if wanted.with_ours else {}
     for use in wanted.uses:
         shapes.setdefault(part.vllm_choice(use.form), []).append(use.shape)

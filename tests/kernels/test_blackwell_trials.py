@@ -1,5 +1,5 @@
-"""Trials of the operators for SM12x on the CPU, where each operator is its specification: what they
-find right, and faults that they find.
+"""Trials of operators for GPUs on the CPU, where each operator is its specification: what they find
+right, and faults that they find.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ LINEAR = ((136, 160), (24, 288))
 W4A4 = Trial("w4a4", "linear", "w4a4:fp4", "cpu", LINEAR, (1, 19))
 WHOLE = Trial("nibble:fp4", "linear", "nibble:fp4", "cpu", LINEAR, (1, 16, 17, 600))
 FP8 = Trial("fp8", "fp8", "fp8", "cpu", ((136, 160), (264, 272)), (1, 9, 33))
+E4M3 = Trial("e4m3", "e4m3", "e4m3", "cpu", ((136, 160), (272, 272)), (1, 2, 4, 8))
 SPARSE = Trial("sparse", "linear", "sparse", "cpu", LINEAR, (1, 9, 65))
 EXPERTS = Trial(
     "w4a4-experts",
@@ -35,7 +36,7 @@ EXPERTS = Trial(
     ((4, 2, 128, 96, 2), (6, 3, 144, 48, 1)),
     (1, 17),
 )
-TRIALS = [W4A4, WHOLE, FP8, SPARSE, EXPERTS]
+TRIALS = [W4A4, WHOLE, FP8, E4M3, SPARSE, EXPERTS]
 OF_EACH = pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 
 
@@ -61,7 +62,9 @@ def test_a_planted_fault_is_found(
 
 
 @pytest.mark.parametrize(
-    ("trial", "count"), [(FP8, 2), (SPARSE, 2), (WHOLE, 2)], ids=["fp8", "sparse", "nibble:fp4"]
+    ("trial", "count"),
+    [(FP8, 2), (E4M3, 2), (SPARSE, 2), (WHOLE, 2)],
+    ids=["fp8", "e4m3", "sparse", "nibble:fp4"],
 )
 def test_a_right_kernel_has_times(kernels: ModuleType, trial: Trial, count: int) -> None:
     found = result(replace(trial, timed_rows=(1, 16), seconds_each=0.001))
@@ -77,7 +80,7 @@ def test_a_hanging_and_a_crashing_kernel_cost_their_process(
     faults: dict[Fault, Verdict] = {"hang": "hung", "crash": "crashed"}
     trials = [
         replace(trial, plant=fault)
-        for trial, fault in zip((FP8, SPARSE, EXPERTS), ("hang", "crash", "hang"), strict=True)
+        for trial, fault in zip((FP8, SPARSE, E4M3), ("hang", "crash", "hang"), strict=True)
     ]
     environ = os.environ | {"PYTHONPATH": python_path(installed, ROOT)}
     outcomes = run_trials(trials, environ, at_once=2)
@@ -106,6 +109,34 @@ def test_a_scale_of_another_row_or_block_is_found(
     monkeypatch.setattr(module, "fp8_linear", wrong)
     found = result(FP8)
     kind = "block" if blockwise else "channel"
+    assert found["verdict"] == "wrong" and f"scales of a {kind}" in found["detail"], found
+
+
+@pytest.mark.parametrize("part", ["tensor", "channel", "block", "bias"])
+def test_another_scale_or_bias_of_an_e4m3_weight_is_found(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """In one kind of scales alone."""
+    import nibble_kernels.e4m3_linear as module
+
+    right: Any = module.e4m3_decode_linear
+
+    def wrong(x: Tensor, weight: Tensor, scales: Any, bias: Tensor | None = None) -> Tensor:
+        columns, tiles = scales.columns, scales.tiles
+        kind = "channel" if columns is not None else "block" if tiles.unique().numel() > 1 else ""
+        if part == "bias" and bias is not None:
+            bias = bias.roll(1)
+        elif part == "channel" and columns is not None:
+            columns = columns.roll(1)
+        elif part == "block" == kind:
+            tiles = tiles.roll(1, 1)
+        elif part == "tensor" and not kind:
+            tiles = tiles * 1.05
+        return right(x, weight, module.E4m3Scales(tiles, columns), bias=bias)
+
+    monkeypatch.setattr(module, "e4m3_decode_linear", wrong)
+    found = result(E4M3)
+    kind = "channel" if part == "bias" else part
     assert found["verdict"] == "wrong" and f"scales of a {kind}" in found["detail"], found
 
 

@@ -17,10 +17,10 @@ from nibble.plan import gather
 from nibble.plan.expert_shapes import expert_uses
 from nibble.plan.fp4_products import has_our_fp4_products
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.linear_shapes import linear_uses
+from nibble.plan.linear_shapes import e4m3_uses, linear_uses
 from nibble.plan.plan import Plan
 from nibble.serve import first_trials
-from nibble.trials.choose import EXPERTS, EXPERTS_FP4, LINEAR, LINEAR_FP4
+from nibble.trials.choose import E4M3, EXPERTS, EXPERTS_FP4, LINEAR, LINEAR_FP4
 from nibble.trials.place import place_of
 from nibble.trials.record import Record, ShapeTimes, open_record
 from nibble.trials.trial import Outcome, Verdict
@@ -103,3 +103,25 @@ class Machine:
             }
             found = found.with_shapes(shapes)
         found.save(print)
+
+    def measured_e4m3(
+        self,
+        model: Path,
+        target: str,
+        ratio: float | dict[str, float] | None = 0.5,
+        rows: str = "1",
+        ours: Verdict = "right",
+        theirs: Verdict = "right",
+    ) -> None:
+        """The same for its FP8 linear layers; without a ratio, verdicts alone."""
+        uses = e4m3_uses(read_checkpoint(str(model)), 1)
+        outcomes = [Outcome(E4M3.vllm_choice(use.form), theirs) for use in uses]
+        shapes = dict(self.record(target).shapes)
+        for use in uses if ratio is not None else ():
+            each = ratio.get(use.key.split()[0], 0.5) if isinstance(ratio, dict) else ratio
+            known = shapes.get(use.key, ShapeTimes())
+            shapes[use.key] = ShapeTimes(
+                {**known.nibble, rows: 10 * (each or 0)}, {**known.vllm, rows: 10.0}, "Cutlass"
+            )
+        record = self.record(target).with_outcomes([*outcomes, Outcome(E4M3.ours, ours)])
+        record.with_shapes(shapes).save(print)

@@ -64,7 +64,8 @@ def test_a_healthy_gpu_passes_and_its_results_are_kept_for_plans(machine: Machin
     report = machine.selftest()
     assert report.exit_code == 0 and not report.findings
     names = {trial.name for trial in machine.trials}
-    assert {"decode", "warpgroup", "w4a4", "fp8", "sparse", "experts", "w4a4-experts"} <= names
+    assert {"decode", "warpgroup", "w4a4", "fp8", "e4m3", "sparse", "experts"} <= names
+    assert "w4a4-experts" in names
     assert {"vllm:auto:bf16", "vllm:humming:bf16"} <= names
     kept = open_record(machine.folder, report.place, print)
     assert kept.outcomes.keys() == names and report.states[0].startswith("GPU 0: P0, 1980")
@@ -83,6 +84,8 @@ def test_a_fault_in_a_plans_kernel_ends_with_8_and_in_another_one_does_not(
     report = machine.selftest()
     assert report.exit_code is ExitCode.CANARY and report.wrong == ("decode",)
     assert verdict_line(report).endswith("faulty kernels: decode (exit 8)")
+    machine.verdicts = {"e4m3": verdict}
+    assert machine.selftest().wrong == ("e4m3",)
     machine.is_(SPARK)
     assert machine.selftest().exit_code == 0  # nibble's kernels are not the default there
 

@@ -25,7 +25,7 @@ from nibble.trials.catalog import (
     used_by_plans,
     wrong_in_a_plan,
 )
-from nibble.trials.choose import Use, choose, mean_ratio, right_backend, summary, times_of
+from nibble.trials.choose import E4M3, Use, choose, mean_ratio, right_backend, summary, times_of
 from nibble.trials.record import Record, ShapeTimes, open_record
 from nibble.trials.report import Place, Report, parse_report, read_report
 from nibble.trials.run import environment, run_trials
@@ -201,6 +201,22 @@ def test_without_times_the_default_stays() -> None:
     for default in ("nibble", "vllm"):
         assert kernels(record(*BOTH), default) == [default, default]
         assert kernels(record(), default) == [default, default]
+
+
+@pytest.mark.parametrize(
+    ("layers", "kernel"), [((1, 1), "vllm"), ((9, 1), "nibble"), ((1, 9), "vllm")]
+)
+def test_fp8_layers_have_the_kernel_that_takes_less_time_for_all_of_them(
+    layers: tuple[int, int], kernel: str
+) -> None:
+    """A shape that is not measured has it too."""
+    fast, slow = layers
+    uses = [Use((96, 64), fast, "fp8"), Use((64, 64), slow, "fp8"), Use((32, 64), 1, "fp8")]
+    shapes = {"96x64 fp8": times(9, 10), "64x64 fp8": times(15, 10)}
+    found = replace(record(outcome("e4m3")), shapes=shapes)
+    assert [each.kernel for each in choose(uses, found, "vllm", 4, E4M3)] == [kernel] * 3
+    none = replace(found, shapes={})
+    assert {each.why for each in choose(uses, none, "nibble", 4, E4M3)} == {"not measured here"}
 
 
 def test_another_backend_of_vllms_replaces_a_wrong_one() -> None:

@@ -143,7 +143,7 @@ class EngineOptions(BaseModel):
         "Kernel for NVFP4 weights on a GPU (with FP4 activations nibble's is for SM12x), and for"
         " few rows of FP8 layers beside them: `vllm` (vLLM's choice), `nibble` or `auto`. `auto`"
         " takes nibble's on hopper, elsewhere vLLM's choice, and after trials on this machine the"
-        " faster one for each NVFP4 shape (docs/selftest.md).",
+        " faster one for each NVFP4 shape and for the FP8 layers together (docs/selftest.md).",
         "NIBBLE_LINEAR_KERNEL",
         flag="--linear-kernel",
         expected="auto, vllm or nibble",

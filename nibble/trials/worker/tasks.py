@@ -42,6 +42,7 @@ TASKS: Mapping[Task, Run] = {
     "linear": _lazy("linear"),
     "experts": _lazy("experts"),
     "fp8": _lazy("fp8"),
+    "e4m3": _lazy("e4m3"),
     "quantize": _lazy("quantize"),
     "head": _lazy("head"),
     "bandwidth": _lazy("bandwidth"),

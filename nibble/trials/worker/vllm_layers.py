@@ -43,7 +43,7 @@ def vllm_layer(backend: str, form: str, weight: Weight) -> Prepared:
 
     # Humming, Marlin and other weight-only kernels leave the activations of W4A4 layers in BF16.
     served = form if form == WEIGHT_ONLY or not is_weight_only(ran) else WEIGHT_ONLY
-    return Prepared(product(layer), served, ran, lambda: product(_copied(layer)))
+    return Prepared(product(layer), served, ran, lambda: product(copied(layer)))
 
 
 def is_weight_only(kernel: str) -> bool:
@@ -113,7 +113,7 @@ def _layer(weight: Weight, form: str) -> Any:
     return layer
 
 
-def _copied(layer: Any) -> Any:
+def copied(layer: Any) -> Any:
     """The layer with copies of its large tensors. It shares its method, which holds no weight."""
     again = copy.copy(layer)
     again._parameters = {

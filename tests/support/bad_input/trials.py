@@ -49,7 +49,7 @@ def trial_rows() -> list[Row]:
             2,
             "--shape …; expected …; correct --shape",
             Case(("tune", "--shape", "4096")),
-            Case(("tune", "--shape", "4096x4096:fp8")),
+            Case(("tune", "--shape", "4096x4096:fp9")),
             Case(("tune", "--shape", "4095x4096")),
             Case(("tune", "--shape", "0x16")),
             Case(("tune", "--shape", "128x8x2048")),
