@@ -58,6 +58,10 @@ class Watch:
         """Called in a signal handler. From now on a lost node does not start another run."""
         self._cluster.stop.set()
 
+    def was_told_to_stop(self) -> bool:
+        """Whether a stop signal came, also between two runs."""
+        return self._cluster.stop.is_set()
+
     def died_here(self) -> None:
         """Note that a process of vLLM ended on this machine. Later ends on other nodes are
         consequences.

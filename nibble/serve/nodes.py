@@ -31,6 +31,10 @@ class Nodes(Protocol):
         """Called in a signal handler: a lost node starts no new run from now on."""
         ...
 
+    def was_told_to_stop(self) -> bool:
+        """Whether a stop signal came, also before this run had a handler for it."""
+        ...
+
     def died_here(self) -> None:
         """A vLLM process ended on this machine."""
         ...

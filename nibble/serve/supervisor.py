@@ -91,6 +91,8 @@ def serve(
             watch.told_to_stop()
 
     with stop_signals(once_a_second(tell)):
+        if watch is not None and watch.was_told_to_stop():
+            events.put(Stop(signal.SIGTERM))
         supervisor = Supervisor(
             *(plan, environ, key, events, limit, on_success, on_ready, start_times, watch),
             *(references, failed_starts),

@@ -168,6 +168,28 @@ def test_told_to_stop_with_nothing_running_is_0(run: Run) -> None:
     assert "drained and stopped" in told
 
 
+def test_told_to_stop_before_a_run_has_a_handler_ends_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two runs of a cluster the signal has another handler."""
+
+    class OneEvent:
+        def __init__(self, plan: object, environ: object, key: object, events: Any, *rest: object):
+            self.events = events
+
+        def run(self) -> int:
+            return 0 if self.events.empty() else self.events.get().signum
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(launch, "Supervisor", OneEvent)
+    nothing: Any = None
+    for was_told, code in ((True, signal.SIGTERM), (False, 0)):
+        watch: Any = SimpleNamespace(was_told_to_stop=lambda told=was_told: told)
+        assert launch.serve(nothing, {}, nothing, watch=watch) == code
+
+
 @pytest.mark.parametrize("code", [0, 1, 7])
 def test_an_engine_that_ends_by_itself_is_10_whatever_its_own_code(run: Run, code: int) -> None:
     ended, told = run(behave=f"until_ready(); os._exit({code})")
