@@ -37,9 +37,13 @@ class Change:
 
     @property
     def verdict(self) -> Verdict:
-        if abs(self.gain) <= self.noise:
-            return "same"
-        return "better" if self.gain > 0 else "worse"
+        """A loss is at most 1 and noise has no limit, so a figure that is (1 + noise)² times worse
+        has changed too. Up to noise of 0.6 that is more than the noise.
+        """
+        if self.gain > 0:
+            return "better" if self.gain > self.noise else "same"
+        limit = min(self.noise, 1 - (1 + self.noise) ** -2)
+        return "worse" if -self.gain > limit else "same"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -126,6 +126,8 @@ def test_rounds_become_cells_in_order_with_median_and_spread() -> None:
         ((100, 101, 99), (110, 111, 112), "better"),
         ((100, 120, 90), (80, 80, 81), "same"),  # the old rounds differ by 30 %
         ((100, 101, 99), (80, 60, 95), "same"),  # the new ones do
+        ((100, 101, 99), (60, 30, 95), "same"),  # by 108 %
+        ((1000, 1010, 990), (60, 30, 95), "worse"),  # far beyond that
     ],
 )
 def test_only_a_change_beyond_noise_counts(old: Any, new: Any, verdict: str) -> None:
