@@ -31,37 +31,117 @@ inline void write_cache(const Cache& cache, const Heads& heads, int64_t slot, co
   }
 }
 
-// Vectors that stay in registers over a loop.
-typedef float Floats16 __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves16 __attribute__((vector_size(32), aligned(2)));
-typedef uint32_t Words16 __attribute__((vector_size(64), aligned(4)));
+// Registers of BF16 numbers, as even ones and odd ones in float32. Vectors that are wider than the processor's
+// go through memory (gcc 12).
+template <int kLanes>
+struct Vectors;
+template <>
+struct Vectors<4> {
+  typedef float Floats __attribute__((vector_size(16)));
+  typedef uint32_t Words __attribute__((vector_size(16)));
+};
+template <>
+struct Vectors<8> {
+  typedef float Floats __attribute__((vector_size(32)));
+  typedef uint32_t Words __attribute__((vector_size(32)));
+};
+template <>
+struct Vectors<16> {
+  typedef float Floats __attribute__((vector_size(64)));
+  typedef uint32_t Words __attribute__((vector_size(64)));
+};
 
 constexpr int64_t kTokensAtOnce = 32, kColumnsAtOnce = 16;
 
-// Sixteen BF16 numbers times a factor, added to sums.
-NIBBLE_FUNCTION void add_scaled(const BFloat16* from, float factor, Floats16& sums) {
-  Halves16 halves;
-  std::memcpy(&halves, from, sizeof halves);
-  const Words16 words = __builtin_convertvector(halves, Words16) << 16;
-  Floats16 floats;
-  std::memcpy(&floats, &words, sizeof floats);
-  sums += floats * factor;
-}
+template <int kLanes>
+struct EvenAndOdd {
+  static constexpr int64_t kNumbers = 2 * kLanes;
+  using Floats = typename Vectors<kLanes>::Floats;
+  using Words = typename Vectors<kLanes>::Words;
+  Floats even = {}, odd = {};
+
+  // Adds numbers times a factor.
+  NIBBLE_FUNCTION void add_scaled(const BFloat16* from, float factor) {
+    Words words;
+    std::memcpy(&words, from, sizeof words);
+    even += (Floats)(words << 16) * factor;
+    odd += (Floats)(words & 0xffff0000u) * factor;
+  }
+  NIBBLE_FUNCTION void load(const float* from) {
+    for (int i = 0; i < kLanes; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
+  }
+  NIBBLE_FUNCTION void store(float* to) const {
+    for (int i = 0; i < kLanes; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
+  }
+};
 
 // Scores of `tokens` tokens of a block for one query, and of others up to a multiple of kTokensAtOnce.
-NIBBLE_CPU_LEVELS inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride,
-                                          int64_t tokens, float* scores) {
+template <int kLanes>
+NIBBLE_FUNCTION void score_tokens(const float* query, const BFloat16* keys, int64_t size, int64_t stride,
+                                  int64_t tokens, float* scores) {
+  using Sums = EvenAndOdd<kLanes>;
+  constexpr int kVectors = kTokensAtOnce / Sums::kNumbers;
   for (int64_t at = 0; at < tokens; at += kTokensAtOnce) {
-    Floats16 low = {}, high = {};
-    for (int64_t column = 0; column < size; ++column) {
-      const BFloat16* from = keys + column * stride + at;
-      add_scaled(from, query[column], low);
-      add_scaled(from + 16, query[column], high);
-    }
-    std::memcpy(scores + at, &low, sizeof low);
-    std::memcpy(scores + at + 16, &high, sizeof high);
+    Sums sums[kVectors];
+    for (int64_t column = 0; column < size; ++column)
+      for (int i = 0; i < kVectors; ++i)
+        sums[i].add_scaled(keys + column * stride + at + i * Sums::kNumbers, query[column]);
+    for (int i = 0; i < kVectors; ++i) sums[i].store(scores + at + i * Sums::kNumbers);
   }
 }
+
+// sums += Σ weights[token] · values[token]
+template <int kLanes>
+NIBBLE_FUNCTION void add_numbers(const float* weights, const BFloat16* values, int64_t tokens, int64_t size,
+                                 float* sums) {
+  EvenAndOdd<kLanes> total;
+  total.load(sums);
+  for (int64_t token = 0; token < tokens; ++token) total.add_scaled(values + token * size, weights[token]);
+  total.store(sums);
+}
+
+// The same for a head size that is a multiple of kColumnsAtOnce.
+template <int kLanes>
+NIBBLE_FUNCTION void add_columns(const float* weights, const BFloat16* values, int64_t tokens, int64_t size,
+                                 float* sums) {
+  constexpr int64_t kNumbers = EvenAndOdd<kLanes>::kNumbers;
+  int64_t column = 0;
+  for (; column + kNumbers <= size; column += kNumbers)
+    add_numbers<kLanes>(weights, values + column, tokens, size, sums + column);
+  for (; column < size; column += kColumnsAtOnce)
+    add_numbers<kColumnsAtOnce / 2>(weights, values + column, tokens, size, sums + column);
+}
+
+// gcc chooses among these as among NIBBLE_CPU_LEVELS.
+#if NIBBLE_HAS_AVX512
+[[gnu::target("arch=x86-64-v4")]] inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride, int64_t tokens,
+                        float* scores) {
+  score_tokens<16>(query, keys, size, stride, tokens, scores);
+}
+[[gnu::target("arch=x86-64-v4")]] inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size, float* sums) {
+  add_columns<16>(weights, values, tokens, size, sums);
+}
+#endif
+#if NIBBLE_HAS_X86_LEVELS
+[[gnu::target("arch=x86-64-v3")]] inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride, int64_t tokens,
+                        float* scores) {
+  score_tokens<8>(query, keys, size, stride, tokens, scores);
+}
+[[gnu::target("arch=x86-64-v3")]] inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size, float* sums) {
+  add_columns<8>(weights, values, tokens, size, sums);
+}
+#define NIBBLE_OTHER_PROCESSORS [[gnu::target("default")]]
+#else
+#define NIBBLE_OTHER_PROCESSORS
+#endif
+NIBBLE_OTHER_PROCESSORS inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride, int64_t tokens,
+                        float* scores) {
+  score_tokens<4>(query, keys, size, stride, tokens, scores);
+}
+NIBBLE_OTHER_PROCESSORS inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size, float* sums) {
+  add_columns<4>(weights, values, tokens, size, sums);
+}
+#undef NIBBLE_OTHER_PROCESSORS
 
 // Scores to exp(score - largest); returns their sum.
 NIBBLE_CPU_LEVELS inline float exponentials(float* scores, int64_t count) {
@@ -75,18 +155,6 @@ NIBBLE_CPU_LEVELS inline float exponentials(float* scores, int64_t count) {
   for (int64_t half = 8; half > 0; half /= 2)
     for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
-}
-
-// sums += Σ weights[token] · values[token], for a head size that is a multiple of kColumnsAtOnce.
-NIBBLE_CPU_LEVELS inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size,
-                                         float* sums) {
-  for (int64_t column = 0; column < size; column += kColumnsAtOnce) {
-    Floats16 total;
-    std::memcpy(&total, sums + column, sizeof total);
-    for (int64_t token = 0; token < tokens; ++token)
-      add_scaled(values + token * size + column, weights[token], total);
-    std::memcpy(sums + column, &total, sizeof total);
-  }
 }
 
 NIBBLE_CPU_LEVELS inline void scale_to_float(const BFloat16* x, int64_t count, float factor, float* to) {

@@ -77,9 +77,13 @@ inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
 }
 inline Lanes floats_of(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 
-inline Lanes upper_of(Pairs w, int shift) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_sll_epi32(w, _mm_cvtsi32_si128(shift)), upper));
+// A permutation reads the lowest four bits of each lane.
+inline Lanes column_at(const uint8_t* codes, int column) {
+  constexpr float k = 0x1p25f;
+  const Lanes values = _mm512_setr_ps(0.0f, 0.5f * k, k, 1.5f * k, 2.0f * k, 3.0f * k, 4.0f * k, 6.0f * k, -0.0f,
+                                      -0.5f * k, -k, -1.5f * k, -2.0f * k, -3.0f * k, -4.0f * k, -6.0f * k);
+  const __m128i shift = _mm_cvtsi32_si128(4 * (column % 8 / 2 + column % 2 * 4));
+  return _mm512_permutexvar_ps(_mm512_srl_epi32(_mm512_loadu_si512(codes + column / 8 * 64), shift), values);
 }
 
 #include "nibble/nvfp4_matmul_words.h"

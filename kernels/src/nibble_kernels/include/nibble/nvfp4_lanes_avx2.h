@@ -98,9 +98,16 @@ inline Sums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()};
 
 inline Lanes floats_of(Sums sums) { return {_mm256_cvtepi32_ps(sums.low), _mm256_cvtepi32_ps(sums.high)}; }
 
-inline Lanes upper_of(Pairs w, int shift) {
-  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  const __m128i count = _mm_cvtsi32_si128(shift);
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_sll_epi32(w.low, count), upper)),
-          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_sll_epi32(w.high, count), upper))};
+// The permutation reads the lowest three bits of each lane; the fourth is the sign.
+inline __m256 column_of(__m256i codes, __m128i shift) {
+  constexpr float k = 0x1p25f;
+  const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f * k, k, 1.5f * k, 2.0f * k, 3.0f * k, 4.0f * k, 6.0f * k);
+  const __m256i moved = _mm256_srl_epi32(codes, shift);
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(moved, 28), _mm256_set1_epi32(INT32_MIN));
+  return _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, moved), _mm256_castsi256_ps(sign));
+}
+inline Lanes column_at(const uint8_t* codes, int column) {
+  const uint8_t* half = codes + column / 8 * 64;
+  const __m128i shift = _mm_cvtsi32_si128(4 * (column % 8 / 2 + column % 2 * 4));
+  return {column_of(codes_at(half), shift), column_of(codes_at(half + 32), shift)};
 }

@@ -9,8 +9,9 @@
 //   Sums, no_sums()                     16 integers
 //   multiply_pairs(sums, w, x)          sums + w * x, with the pair x the same in every lane: exact
 //   floats_of(sums)                     as Lanes
-//   upper_of(w, shift)                  the upper words after a shift to the left, as Lanes: 2^25 times a
-//   value kFewOfWords, kRowsOfWords
+//   column_at(codes, column)            a column of a block, 2^25 times its values, as Lanes: without branches,
+//                                       because the columns of rests have no pattern
+//   kFewOfWords, kRowsOfWords
 //
 // Sums do not depend on the number of rows: every loop adds a panel's blocks in order, and then its rests.
 
@@ -26,7 +27,6 @@ constexpr int kWordBlockBytes = kWordBytes + 64;
 // Decoded codes are in the order of columns 0, 4, 1, 5, 2, 6, 3, 7; even bytes are one pair, odd ones the
 // next.
 constexpr int column_of(int pair) { return pair / 4 * 8 + pair % 2 * 4 + pair / 2 % 2 * 2; }
-constexpr int pair_of(int column) { return column / 8 * 4 + column / 2 % 2 * 2 + column / 4 % 2; }
 
 template <class F, int... kQuarter>
 inline void for_pairs(const uint8_t* codes, const F& f, std::integer_sequence<int, kQuarter...>) {
@@ -76,25 +76,6 @@ struct Rests {
 inline Rests rests_of(const WordRows& x, int64_t row, int64_t blocks, int64_t begin, int64_t depth) {
   const int32_t* first = x.first_rests + row * (blocks + 1) + begin;
   return {x.rests[row] + first[0], x.rests[row] + first[depth]};
-}
-
-// A column of a packed block: 2^25 times the values.
-inline Lanes column_at(const uint8_t* codes, int column) {
-  const int pair = pair_of(column), shift = column % 2 ? 0 : 16;
-  const auto of = [&](auto quarter) {
-    const Quarter decoded = quarter_of<decltype(quarter)::value>(codes);
-    return upper_of(pair % 2 ? pairs_of<true>(decoded) : pairs_of<false>(decoded), shift);
-  };
-  switch (pair / 2) {
-    case 0:
-      return of(std::integral_constant<int, 0>());
-    case 1:
-      return of(std::integral_constant<int, 1>());
-    case 2:
-      return of(std::integral_constant<int, 2>());
-    default:
-      return of(std::integral_constant<int, 3>());
-  }
 }
 
 inline Lanes with_rests(Lanes total, const Tiles& tile, Rests rests) {
@@ -159,19 +140,6 @@ void multiply_words(const char* panel, int64_t depth, const int16_t* x, const fl
   for (int r = 0; r < kRows; ++r) store(sums + r * stride, total[r]);
 }
 
-// The rests of a row that lie in a panel, which begins at this block.
-inline void add_rests(const char* panel, int64_t begin, Rests rests, float* sums) {
-  if (rests.first == rests.last) return;
-  Lanes total = load(sums);
-  for (const Rest* rest = rests.first; rest < rests.last; ++rest) {
-    const char* of_block = panel + (rest->column / kBlockColumns - begin) * kWordBlockBytes;
-    const Pairs pairs = load_pairs(of_block + pair_of(rest->column % kBlockColumns) * kPairBytes);
-    const Lanes scale = load(reinterpret_cast<const float*>(of_block + kWordBytes));
-    total = fma(upper_of(pairs, rest->column % 2 ? 0 : 16) * broadcast(rest->value), scale, total);
-  }
-  store(sums, total);
-}
-
 void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel,
                 float* sums, int64_t stride) {
   char* const to = static_cast<char*>(panel);
@@ -194,8 +162,10 @@ void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64
                                              tile.blocks, begin == 0, sums + row * stride, stride);
         });
       }
-      for (int64_t row = 0; row < count; ++row)
-        add_rests(to, begin, rests_of(x, row, tile.blocks, begin, depth), sums + row * stride);
+      for (int64_t row = 0; row < count; ++row) {
+        const Rests rests = rests_of(x, row, tile.blocks, begin, depth);
+        if (rests.first < rests.last) store(sums + row * stride, with_rests(load(sums + row * stride), tile, rests));
+      }
     }
   }
 }
