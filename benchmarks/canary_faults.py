@@ -131,7 +131,7 @@ def run_case(name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
                 ROOT / "models" / model / name for name in (CANARY_FILE, WEIGHT_ONLY_CANARY_FILE)
             ]
             differs = "fp8" in ran["kv_cache_dtype"]
-            here = status["canary"]["hardware"]
+            here = status["canary"]["arithmetic"]
             references = references_like(files, tuple(ran["activations"]), differs, here)
         faults = {fault: one_fault(faulty, fault, references) for fault in ("none", *ALL_FAULTS)}
         found["as_promised"] &= all(said.startswith("passed") for said in faults["none"].values())

@@ -151,7 +151,7 @@ def record_from(
         else list(prompts)
     )
     cases = [record(asker, prompt, TOKENS) for prompt in [*questions, PLAIN_TEXT]]
-    about = {"activations": activations_in(status), "hardware": status["canary"]["hardware"]}
+    about = {"activations": activations_in(status), "arithmetic": status["canary"]["arithmetic"]}
     write_references(out, cases, {"recorded": source, **about})
     print(f"{out}: {len(cases)} prompts, {sum(len(case.logprobs) for case in cases)} log-probs")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from nibble.errors import ExitCode, NibbleError
 
 # Nats, mean over a case's tokens. The recording may come from a server on other hardware.
 MEAN_LIMIT = 0.15
-LOOSE_LIMIT = 0.6  # for a server whose flags or hardware change the recorded numbers
+LOOSE_LIMIT = 0.6  # for a server whose flags, hardware or build change the recorded numbers
 CONCURRENCY = 8
 
 
@@ -41,15 +41,15 @@ class Case:
 class References:
     """The cases of the file `where`.
 
-    activations: formats of the NVFP4 layers that recorded them (layers.activations_of); hardware:
-    of the recording server (Hardware.arithmetic); mean_limit: nats; limit_factor: multiplies the
-    limits of layers, above 1 if flags change the numbers.
+    activations: formats of the NVFP4 layers that recorded them (layers.activations_of);
+    arithmetic: what rounded the recording server's sums (verification.arithmetic_of); mean_limit:
+    nats; limit_factor: multiplies the limits of layers, above 1 if flags change the numbers.
     """
 
     cases: tuple[Case, ...]
     where: str
     activations: tuple[str, ...] = ()
-    hardware: str = ""
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
     mean_limit: float = MEAN_LIMIT
     limit_factor: float = 1.0
 
@@ -75,8 +75,11 @@ def read_references(path: Path) -> References | None:
         ):
             raise ValueError("a case has more or fewer log-probs than tokens")
         limit = float(data.get("mean_limit", MEAN_LIMIT))
-        activations, hardware = tuple(data.get("activations", ())), str(data.get("hardware", ""))
-        return References(cases, str(path), activations, hardware, limit) if cases else None
+        activations, arithmetic = (
+            tuple(data.get("activations", ())),
+            dict(data.get("arithmetic", {})),
+        )
+        return References(cases, str(path), activations, arithmetic, limit) if cases else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{path} cannot be read: {type(error).__name__} {error}"
         raise NibbleError(
@@ -88,20 +91,23 @@ def read_references(path: Path) -> References | None:
 
 
 def references_like(
-    paths: Iterable[Path], activations: tuple[str, ...], numbers_differ: bool, hardware: str
+    paths: Iterable[Path],
+    activations: tuple[str, ...],
+    numbers_differ: bool,
+    arithmetic: Mapping[str, str],
 ) -> References | None:
     """The references with the same activations, else the first of `paths`; None without any.
 
     The limit is LOOSE_LIMIT if the server's numbers differ: through flags (`numbers_differ`), other
-    activations, or, with FP4 activations, other `hardware`. There the rounding of a sum to BF16
+    activations, or, with FP4 activations, other `arithmetic`. There the rounding of a sum to BF16
     decides which FP4 code a value near a midpoint gets.
     """
     recorded = [each for path in paths if (each := read_references(path)) is not None]
     if not recorded:
         return None
     same = next((each for each in recorded if each.activations == activations), None)
-    other_hardware = same is not None and "fp4" in activations and same.hardware != hardware
-    if same is not None and not (numbers_differ or other_hardware):
+    rounds = same is not None and "fp4" in activations and same.arithmetic != arithmetic
+    if same is not None and not (numbers_differ or rounds):
         return same
     return replace(same or recorded[0], mean_limit=max(recorded[0].mean_limit, LOOSE_LIMIT))
 
@@ -109,7 +115,7 @@ def references_like(
 def write_references(path: Path, cases: list[Case], about: Mapping[str, Any]) -> None:
     """Write a JSON file with one case per line and log-probs of three digits.
 
-    about: further keys, such as `activations` and `hardware`.
+    about: further keys, such as `activations` and `arithmetic`.
     """
     lines = [
         json.dumps(

@@ -31,7 +31,7 @@ from nibble.engine.api import Api
 from nibble.engine.contract import ALLOWED_PLUGINS, REPORT_FOLDER, REPORT_PLUGIN
 from nibble.engine.contract.reference import REFERENCES, REFERENCES_PENDING
 from nibble.engine.contract.report import WORKER_REPORTS, WorkerReport, reporting_pid
-from nibble.engine.installed import has_plugin
+from nibble.engine.installed import compiled_id, has_plugin
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
 from nibble.machine.paths import root
@@ -111,7 +111,7 @@ class Proof:
             "canary": {
                 "verdict": canary,
                 "findings": [finding.to_json() for finding in findings],
-                "hardware": self._plan.hardware.arithmetic(self._plan.target.device),
+                "arithmetic": arithmetic_of(self._plan),
             },
         }
 
@@ -290,8 +290,12 @@ def references_of(plan: Plan, activations: tuple[str, ...]) -> References | None
     # FP4 code an activation near a midpoint gets.
     ranks = plan.args.get("--tensor-parallel-size")
     differs |= "fp4" in activations and ranks is not None and int(ranks.value) > 1
-    hardware = plan.hardware.arithmetic(plan.target.device)
-    return references_like(paths, activations, differs, hardware)
+    return references_like(paths, activations, differs, arithmetic_of(plan))
+
+
+def arithmetic_of(plan: Plan) -> dict[str, str]:
+    """What decides how a model's sums are rounded: the hardware, and the build of the kernels."""
+    return {"hardware": plan.hardware.arithmetic(plan.target.device), "build": compiled_id()}
 
 
 def _differs(plan: Plan) -> bool:

@@ -24,6 +24,7 @@ from nibble.canary.references import MEAN_LIMIT, References, read_references, wr
 from nibble.canary.verification import references_of
 from nibble.checkpoint.convert import convert
 from nibble.checkpoint.plain_values import SMALL_BYTES
+from nibble.engine.installed import compiled_id
 from nibble.hub.files import CANARY_FILE
 from nibble.machine.hardware import detect
 from tests.support.canary.fault_table import CAUGHT, COLUMNS, INCOHERENT, REFERENCES
@@ -264,7 +265,8 @@ def test_wrong_scales_in_the_checkpoint_end_the_start_by_the_recorded_answers(
     """Every kernel computes what the weights say, so the layers pass; the gate never opened."""
     model = tmp_path / "model"
     shutil.copytree(DEMO, model)
-    about = {"activations": ["fp4"], "hardware": detect().arithmetic("cpu")}
+    arithmetic = {"hardware": detect().arithmetic("cpu"), "build": compiled_id()}
+    about = {"activations": ["fp4"], "arithmetic": arithmetic}
     write_references(model / CANARY_FILE, list(demo[1].cases), about)
     tensors = load_file(model / "model.safetensors")
     for name in [f"model.layers.1.self_attn.{part}_proj.weight_scale" for part in "qkv"]:

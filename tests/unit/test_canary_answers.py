@@ -30,6 +30,7 @@ from nibble.canary.references import (
 from nibble.canary.run import run_canary
 from nibble.canary.verification import references_of
 from nibble.engine.api import Api
+from nibble.engine.installed import compiled_id
 from nibble.errors import ExitCode, NibbleError
 from nibble.hub.files import CANARY_FILE, WEIGHT_ONLY_CANARY_FILE
 from nibble.machine.paths import root
@@ -187,6 +188,7 @@ def test_at_a_near_tie_sampling_may_choose_the_other_and_no_third() -> None:
 
 
 CASE = Case("a", (1, 2), "ab", (3, 4), (-1.0, -0.1, -0.2))
+SAME = {"hardware": "avx2", "build": compiled_id()}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def some_plan(tmp_path: Path, **args: Any) -> Any:
 
 def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> None:
     assert references_of(some_plan(tmp_path), ("fp4",)) is None
-    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "arithmetic": SAME})
     write_references(tmp_path / WEIGHT_ONLY_CANARY_FILE, [CASE], {"activations": ["bf16"]})
     for form, name in (("fp4", CANARY_FILE), ("bf16", WEIGHT_ONLY_CANARY_FILE)):
         found = references_of(some_plan(tmp_path), (form,))
@@ -256,7 +258,7 @@ def test_the_references_with_the_same_activations_are_taken(tmp_path: Path) -> N
 
 
 def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_path: Path) -> None:
-    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": "avx2"})
+    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "arithmetic": SAME})
     flags = {"--kv-cache-dtype": "fp8", "--tensor-parallel-size": 2}
     given = [{flag: Choice(value, "command line")} for flag, value in flags.items()]
     for form, args in ((("bf16",), {}), *((("fp4",), one) for one in given)):
@@ -266,19 +268,26 @@ def test_other_activations_and_flags_that_change_numbers_loosen_the_limit(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("recorded", "limit"), [("avx2", MEAN_LIMIT), ("avx512_bf16", LOOSE_LIMIT), ("", LOOSE_LIMIT)]
+    ("recorded", "limit"),
+    [
+        (SAME, MEAN_LIMIT),
+        (SAME | {"hardware": "avx512_bf16"}, LOOSE_LIMIT),
+        (SAME | {"build": "0123456789ab"}, LOOSE_LIMIT),
+        ({}, LOOSE_LIMIT),
+    ],
 )
-def test_fp4_activations_recorded_on_other_hardware_loosen_the_limit(
-    recorded: str, limit: float, tmp_path: Path
+def test_fp4_activations_recorded_on_other_hardware_or_by_another_build_loosen_the_limit(
+    recorded: dict[str, str], limit: float, tmp_path: Path
 ) -> None:
-    write_references(tmp_path / CANARY_FILE, [CASE], {"activations": ["fp4"], "hardware": recorded})
-    found = references_of(some_plan(tmp_path), ("fp4",))
-    assert found is not None and found.mean_limit == limit
-    write_references(
-        tmp_path / CANARY_FILE, [CASE], {"activations": ["bf16"], "hardware": recorded}
-    )
-    found = references_of(some_plan(tmp_path), ("bf16",))
-    assert found is not None and found.mean_limit == MEAN_LIMIT
+    def limit_with(activations: str) -> float:
+        about = {"activations": [activations], "arithmetic": recorded}
+        write_references(tmp_path / CANARY_FILE, [CASE], about)
+        found = references_of(some_plan(tmp_path), (activations,))
+        assert found is not None
+        return found.mean_limit
+
+    assert limit_with("fp4") == limit
+    assert limit_with("bf16") == MEAN_LIMIT
 
 
 def test_activations_are_those_of_nvfp4_layers() -> None:
