@@ -54,9 +54,9 @@ def main() -> None:
         return measure(cases, options.steps)
     if options.beside is None:
         parser.error("--beside is missing")
-    rounds = options.rounds
+    flags = f"--beside FOLDER --rounds {options.rounds} --steps {options.steps}"
     found = {
-        "command": f"python benchmarks/cpu_decoder_step.py --beside FOLDER --rounds {rounds}",
+        "command": f"python benchmarks/cpu_decoder_step.py {flags}",
         "machine": machine(),
         "threads": torch.get_num_threads(),
         "rows": in_turns(cases, options),
