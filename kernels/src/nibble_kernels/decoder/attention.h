@@ -67,13 +67,22 @@ struct EvenAndOdd {
     even += (Floats)(words << 16) * factor;
     odd += (Floats)(words & 0xffff0000u) * factor;
   }
+  // As they are, the even ones first.
   NIBBLE_FUNCTION void load(const float* from) {
-    for (int i = 0; i < kLanes; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
+    std::memcpy(&even, from, sizeof even);
+    std::memcpy(&odd, from + kLanes, sizeof odd);
   }
   NIBBLE_FUNCTION void store(float* to) const {
-    for (int i = 0; i < kLanes; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
+    std::memcpy(to, &even, sizeof even);
+    std::memcpy(to + kLanes, &odd, sizeof odd);
   }
 };
+
+// Where a number lies among those that were stored as even and odd ones.
+template <int kLanes>
+constexpr int64_t place_of(int64_t number) {
+  return number % 2 * kLanes + number / 2;
+}
 
 // Scores of `tokens` tokens of a block for one query, and of others up to a multiple of kTokensAtOnce.
 template <int kLanes>
@@ -86,7 +95,12 @@ NIBBLE_FUNCTION void score_tokens(const float* query, const BFloat16* keys, int6
     for (int64_t column = 0; column < size; ++column)
       for (int i = 0; i < kVectors; ++i)
         sums[i].add_scaled(keys + column * stride + at + i * Sums::kNumbers, query[column]);
-    for (int i = 0; i < kVectors; ++i) sums[i].store(scores + at + i * Sums::kNumbers);
+    for (int i = 0; i < kVectors; ++i) {
+      float stored[Sums::kNumbers];
+      sums[i].store(stored);
+      for (int64_t token = 0; token < Sums::kNumbers; ++token)
+        scores[at + i * Sums::kNumbers + token] = stored[place_of<kLanes>(token)];
+    }
   }
 }
 
@@ -100,48 +114,56 @@ NIBBLE_FUNCTION void add_numbers(const float* weights, const BFloat16* values, i
   total.store(sums);
 }
 
-// The same for a head size that is a multiple of kColumnsAtOnce.
+// The same for a head, whose size is a multiple of kColumnsAtOnce.
 template <int kLanes>
 NIBBLE_FUNCTION void add_columns(const float* weights, const BFloat16* values, int64_t tokens, int64_t size,
                                  float* sums) {
-  constexpr int64_t kNumbers = EvenAndOdd<kLanes>::kNumbers;
   int64_t column = 0;
-  for (; column + kNumbers <= size; column += kNumbers)
+  for (; column + 2 * kLanes <= size; column += 2 * kLanes)
     add_numbers<kLanes>(weights, values + column, tokens, size, sums + column);
   for (; column < size; column += kColumnsAtOnce)
     add_numbers<kColumnsAtOnce / 2>(weights, values + column, tokens, size, sums + column);
 }
 
-// gcc chooses among these as among NIBBLE_CPU_LEVELS.
+template <int kLanes>
+NIBBLE_FUNCTION void divide_numbers(const float* sums, float factor, BFloat16* to) {
+  for (int64_t i = 0; i < 2 * kLanes; ++i) to[i] = to_bfloat16(sums[place_of<kLanes>(i)] * factor);
+}
+
+// The sums of add_columns, in order.
+template <int kLanes>
+NIBBLE_FUNCTION void divide_columns(const float* sums, int64_t size, float divisor, BFloat16* to) {
+  const float factor = 1.0f / divisor;
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= size; column += 2 * kLanes) divide_numbers<kLanes>(sums + column, factor, to + column);
+  for (; column < size; column += kColumnsAtOnce)
+    divide_numbers<kColumnsAtOnce / 2>(sums + column, factor, to + column);
+}
+
+// For processors with registers of so many lanes; gcc chooses among these as among NIBBLE_CPU_LEVELS.
+#define NIBBLE_ATTENTION_WITH(lanes, target)                                                                    \
+  target inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride,        \
+                                 int64_t tokens, float* scores) {                                               \
+    score_tokens<lanes>(query, keys, size, stride, tokens, scores);                                             \
+  }                                                                                                             \
+  target inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size,     \
+                                float* sums) {                                                                  \
+    add_columns<lanes>(weights, values, tokens, size, sums);                                                    \
+  }                                                                                                             \
+  target inline void divide_values(const float* sums, int64_t size, float divisor, BFloat16* to) {              \
+    divide_columns<lanes>(sums, size, divisor, to);                                                             \
+  }
+
 #if NIBBLE_HAS_AVX512
-[[gnu::target("arch=x86-64-v4")]] inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride, int64_t tokens,
-                        float* scores) {
-  score_tokens<16>(query, keys, size, stride, tokens, scores);
-}
-[[gnu::target("arch=x86-64-v4")]] inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size, float* sums) {
-  add_columns<16>(weights, values, tokens, size, sums);
-}
+NIBBLE_ATTENTION_WITH(16, [[gnu::target("arch=x86-64-v4")]])
 #endif
 #if NIBBLE_HAS_X86_LEVELS
-[[gnu::target("arch=x86-64-v3")]] inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride, int64_t tokens,
-                        float* scores) {
-  score_tokens<8>(query, keys, size, stride, tokens, scores);
-}
-[[gnu::target("arch=x86-64-v3")]] inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size, float* sums) {
-  add_columns<8>(weights, values, tokens, size, sums);
-}
-#define NIBBLE_OTHER_PROCESSORS [[gnu::target("default")]]
+NIBBLE_ATTENTION_WITH(8, [[gnu::target("arch=x86-64-v3")]])
+NIBBLE_ATTENTION_WITH(4, [[gnu::target("default")]])
 #else
-#define NIBBLE_OTHER_PROCESSORS
+NIBBLE_ATTENTION_WITH(4, )
 #endif
-NIBBLE_OTHER_PROCESSORS inline void score_block(const float* query, const BFloat16* keys, int64_t size, int64_t stride, int64_t tokens,
-                        float* scores) {
-  score_tokens<4>(query, keys, size, stride, tokens, scores);
-}
-NIBBLE_OTHER_PROCESSORS inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size, float* sums) {
-  add_columns<4>(weights, values, tokens, size, sums);
-}
-#undef NIBBLE_OTHER_PROCESSORS
+#undef NIBBLE_ATTENTION_WITH
 
 // Scores to exp(score - largest); returns their sum.
 NIBBLE_CPU_LEVELS inline float exponentials(float* scores, int64_t count) {
@@ -159,11 +181,6 @@ NIBBLE_CPU_LEVELS inline float exponentials(float* scores, int64_t count) {
 
 NIBBLE_CPU_LEVELS inline void scale_to_float(const BFloat16* x, int64_t count, float factor, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = to_float(x[i]) * factor;
-}
-
-NIBBLE_CPU_LEVELS inline void divide(const float* x, int64_t count, float divisor, BFloat16* to) {
-  const float factor = 1.0f / divisor;
-  for (int64_t i = 0; i < count; ++i) to[i] = to_bfloat16(x[i] * factor);
 }
 
 // One query head against tokens [first, length) of a sequence.
@@ -193,7 +210,7 @@ inline void attend(const BFloat16* query, const Cache& cache, int64_t head, int6
   for_blocks([&](int64_t at, int64_t inside, int64_t count, const float* of_block) {
     add_values(of_block, cache.values + at + inside * size, count, size, sums);
   });
-  divide(sums, size, sum, to);
+  divide_values(sums, size, sum, to);
 }
 
 }  // namespace nibble::cpu
