@@ -18,7 +18,7 @@ from nibble.plan.inputs import PlanInputs
 from nibble.plan.linear_shapes import e4m3_uses, e4m3_weights
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
-from nibble.plan.part_kernels import DEFAULT_SEQUENCES, UNTRIED, PartKernels
+from nibble.plan.part_kernels import DEFAULT_SEQUENCES, PartKernels, before_times
 from nibble.recipes.rules import in_effect
 from nibble.trials.catalog import OURS_BY_DEFAULT
 from nibble.trials.choose import (
@@ -27,7 +27,6 @@ from nibble.trials.choose import (
     ShapeChoice,
     Use,
     choose,
-    is_proven,
     mean_ratio,
     our_fault,
     times_together,
@@ -104,13 +103,8 @@ def _by_trials(
     """All layers have one choice: nibble's kernel where that takes less time for all of them."""
     record = inputs.trials
     assert record is not None
-    if fault := our_fault(record, E4M3):
-        why = f"nibble's kernel is not used: {fault.line()}"
-        return PartKernels(replace(choice, value="vllm", reason=why))
-    if choice.value == "vllm" and not is_proven(record, E4M3):
-        if inputs.loaded.settings.trials != "off":
-            choice = replace(choice, reason=f"{choice.reason}; {UNTRIED}")
-        return PartKernels(choice)
+    if decided := before_times(inputs, choice, E4M3, "nibble's kernel"):
+        return PartKernels(decided)
     default: Kernel = "nibble" if choice.value == "nibble" else "vllm"
     shapes = choose(uses, record, default, most_rows, E4M3)
     kernel, measured = shapes[0].kernel, _summary(shapes, most_rows)

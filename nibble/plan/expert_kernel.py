@@ -18,7 +18,7 @@ from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
 from nibble.plan.one_order import is_batch_invariant
-from nibble.plan.part_kernels import DEFAULT_SEQUENCES, UNTRIED, PartKernels
+from nibble.plan.part_kernels import DEFAULT_SEQUENCES, PartKernels, before_times
 from nibble.recipes.rules import in_effect
 from nibble.trials.choose import (
     EXPERTS,
@@ -27,7 +27,6 @@ from nibble.trials.choose import (
     Kernel,
     Part,
     choose,
-    is_proven,
     our_fault,
     summary,
 )
@@ -85,13 +84,8 @@ def _by_trials(inputs: PlanInputs, uses: Any, choice: Choice, most_rows: int) ->
     record = inputs.trials
     assert record is not None
     part = trial_part(inputs)
-    if fault := our_fault(record, part):
-        why = f"nibble's is not used: {fault.line()}"
-        return PartKernels(replace(choice, value="vllm", reason=why))
-    if choice.value == "vllm" and not is_proven(record, part):
-        if inputs.loaded.settings.trials != "off":
-            choice = replace(choice, reason=f"{choice.reason}; {UNTRIED}")
-        return PartKernels(choice)
+    if decided := before_times(inputs, choice, part, "nibble's"):
+        return PartKernels(decided)
     default: Kernel = "nibble" if choice.value == "nibble" else "vllm"
     shapes = choose(uses, record, default, most_rows, part)
     if all(shape.ratio is None and shape.kernel == default for shape in shapes):
