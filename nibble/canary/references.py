@@ -106,8 +106,9 @@ def references_like(
     if not recorded:
         return None
     same = next((each for each in recorded if each.activations == activations), None)
-    rounds = same is not None and "fp4" in activations and same.arithmetic != arithmetic
-    if same is not None and not (numbers_differ or rounds):
+    if same is not None and "fp4" in activations:
+        numbers_differ |= same.arithmetic != arithmetic
+    if same is not None and not numbers_differ:
         return same
     return replace(same or recorded[0], mean_limit=max(recorded[0].mean_limit, LOOSE_LIMIT))
 
