@@ -117,7 +117,7 @@ def test_every_hostile_body_gets_400_with_a_reason_in_time_and_disturbs_no_other
             message = str(error.get("message"))
             if (
                 status == 503
-                and reason == "more than"
+                and "more than" in reason
                 and os.getloadavg()[0] > (os.cpu_count() or 1)
             ):
                 continue  # the compiler got less than a third of a core
