@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nibble_kernels
 import pytest
 import torch
 from nibble_kernels import implementations
@@ -20,6 +15,8 @@ from nibble_kernels.decoder import Decoder, DecoderLayer, Product, Shape, refere
 from nibble_kernels.nvfp4_linear import cpu_levels, use_cpu_level
 from nibble_kernels.nvfp4_linear.packed import pack_weight
 from torch import Tensor
+
+from tests.support.machine_code import needs_disassembler, on_the_stack, vector_instructions
 
 needs_compiled = pytest.mark.skipif(
     implementations()["cpu"] != "compiled", reason="the formula itself computes"
@@ -244,24 +241,15 @@ def test_work_of_few_pieces_leaves_no_threads_behind() -> None:
 
 
 @needs_compiled
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or not (shutil.which("nm") and shutil.which("objdump")),
-    reason="needs x86-64 and binutils",
-)
+@needs_disassembler
 @pytest.mark.parametrize("level", ["x86_64_v3", "x86_64_v4"])
 @pytest.mark.parametrize("name", ["score_block", "add_values"])
 def test_attention_keeps_its_sums_in_registers(name: str, level: str) -> None:
     """gcc 12 moves vectors wider than registers through the stack: a step of four sequences of 1024
     tokens took 3.6 times as long.
     """
-    library = next(Path(nibble_kernels.__file__).parent.glob("_cpu*.so"))
-    symbols = subprocess.run(["nm", "-S", library], capture_output=True, text=True, check=True)
-    found = re.search(rf"^(\w+) (\w+) \w \S*{name}\S*{level}$", symbols.stdout, re.MULTILINE)
-    if found is None:
+    functions = vector_instructions(rf"\S*{name}\S*{level}")
+    if not functions:
         pytest.skip("this compiler makes no levels")
-    start, size = (int(number, 16) for number in found.groups())
-    words = ["objdump", "-d", f"--start-address={start}", f"--stop-address={start + size}"]
-    code = subprocess.run([*words, library], capture_output=True, text=True, check=True).stdout
-    vectors = [line for line in code.splitlines() if re.search(r"%[xyz]mm\d", line)]
-    assert len(vectors) > 10
-    assert len([line for line in vectors if re.search(r"\(%r[sb]p", line)]) < 10
+    assert len(functions[0]) > 10
+    assert len(on_the_stack(functions[0])) < 10

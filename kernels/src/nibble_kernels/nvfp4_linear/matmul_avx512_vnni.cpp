@@ -78,12 +78,12 @@ inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
 inline Lanes floats_of(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 
 // A permutation reads the lowest four bits of each lane.
-inline Lanes column_at(const uint8_t* codes, int column) {
+inline Lanes column_times(float factor, const uint8_t* codes, int shift) {
   constexpr float k = 0x1p25f;
   const Lanes values = _mm512_setr_ps(0.0f, 0.5f * k, k, 1.5f * k, 2.0f * k, 3.0f * k, 4.0f * k, 6.0f * k, -0.0f,
                                       -0.5f * k, -k, -1.5f * k, -2.0f * k, -3.0f * k, -4.0f * k, -6.0f * k);
-  const __m128i shift = _mm_cvtsi32_si128(4 * (column % 8 / 2 + column % 2 * 4));
-  return _mm512_permutexvar_ps(_mm512_srl_epi32(_mm512_loadu_si512(codes + column / 8 * 64), shift), values);
+  const __m512i moved = _mm512_srl_epi32(_mm512_loadu_si512(codes), _mm_cvtsi32_si128(shift));
+  return _mm512_permutexvar_ps(moved, values * broadcast(factor));
 }
 
 #include "nibble/nvfp4_matmul_words.h"

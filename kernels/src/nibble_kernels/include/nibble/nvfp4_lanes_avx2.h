@@ -99,15 +99,15 @@ inline Sums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()};
 inline Lanes floats_of(Sums sums) { return {_mm256_cvtepi32_ps(sums.low), _mm256_cvtepi32_ps(sums.high)}; }
 
 // The permutation reads the lowest three bits of each lane; the fourth is the sign.
-inline __m256 column_of(__m256i codes, __m128i shift) {
-  constexpr float k = 0x1p25f;
-  const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f * k, k, 1.5f * k, 2.0f * k, 3.0f * k, 4.0f * k, 6.0f * k);
+inline __m256 column_of(__m256 magnitudes, __m256i codes, __m128i shift) {
   const __m256i moved = _mm256_srl_epi32(codes, shift);
   const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(moved, 28), _mm256_set1_epi32(INT32_MIN));
   return _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, moved), _mm256_castsi256_ps(sign));
 }
-inline Lanes column_at(const uint8_t* codes, int column) {
-  const uint8_t* half = codes + column / 8 * 64;
-  const __m128i shift = _mm_cvtsi32_si128(4 * (column % 8 / 2 + column % 2 * 4));
-  return {column_of(codes_at(half), shift), column_of(codes_at(half + 32), shift)};
+inline Lanes column_times(float factor, const uint8_t* codes, int shift) {
+  constexpr float k = 0x1p25f;
+  const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f * k, k, 1.5f * k, 2.0f * k, 3.0f * k, 4.0f * k, 6.0f * k);
+  const __m256 products = magnitudes * _mm256_set1_ps(factor);
+  const __m128i bits = _mm_cvtsi32_si128(shift);
+  return {column_of(products, codes_at(codes), bits), column_of(products, codes_at(codes + 32), bits)};
 }

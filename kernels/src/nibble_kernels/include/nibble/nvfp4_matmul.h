@@ -75,10 +75,12 @@ struct QuantizedRows {
   const ScaledOffset* scaled_offsets;
 };
 
-// A value that a word does not hold: what it lacks, times kRestFactor.
+// A value that a word does not hold. All tiles need a row's rests, so they have the place of the column's weights.
 struct Rest {
-  int32_t column;
-  float value;
+  int32_t block;
+  int32_t codes;  // from the start of a tile: bytes to the codes of eight columns of its 16 rows, 4 bytes a row
+  int32_t shift;  // bits below the column's code in those of a row
+  float value;    // what the word lacks, times kRestFactor
 };
 
 // Of a block's digits: 2^8 times the scale of its words, and -12 times the sum of its words times their scale / 2^8.

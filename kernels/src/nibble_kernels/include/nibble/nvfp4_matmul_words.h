@@ -9,8 +9,7 @@
 //   Sums, no_sums()                     16 integers
 //   multiply_pairs(sums, w, x)          sums + w * x, with the pair x the same in every lane: exact
 //   floats_of(sums)                     as Lanes
-//   column_at(codes, column)            a column of a block, 2^25 times its values, as Lanes: without branches,
-//                                       because the columns of rests have no pattern
+//   column_times(factor, codes, shift)  a column's values, 2^25 times factor of them, as Lanes; where it is: Rest
 //   kFewOfWords, kRowsOfWords
 //
 // Sums do not depend on the number of rows: every loop adds a panel's blocks in order, and then its rests.
@@ -69,34 +68,38 @@ inline RowsOfWords<kCount> rows_of(const int16_t* words, int64_t columns) {
   return rows;
 }
 
-struct Rests {
-  const Rest* first;
-  const Rest* last;
-};
-inline Rests rests_of(const WordRows& x, int64_t row, int64_t blocks, int64_t begin, int64_t depth) {
-  const int32_t* first = x.first_rests + row * (blocks + 1) + begin;
-  return {x.rests[row] + first[0], x.rests[row] + first[depth]};
+// Adds the rests of `depth` blocks from `begin` on to rows of sums. `scales` are those of the first block, decoded; the
+// next block's follow after kStride bytes.
+template <int kStride>
+void add_rests(const Tiles& tile, const WordRows& x, int64_t count, int64_t begin, int64_t depth, const void* scales,
+               float* sums, int64_t stride) {
+  for (int64_t row = 0; row < count; ++row, sums += stride) {
+    const int32_t* const first = x.first_rests + row * (tile.blocks + 1) + begin;
+    const Rest *rest = x.rests[row] + first[0], *const end = x.rests[row] + first[depth];
+    if (rest == end) continue;
+    Lanes total = load(sums);
+    for (; rest < end; ++rest) {
+      const char* const scale = static_cast<const char*>(scales) + (rest->block - begin) * kStride;
+      const Lanes w = column_times(rest->value, tile.codes + rest->codes, rest->shift);
+      total = fma(w, load(reinterpret_cast<const float*>(scale)), total);
+    }
+    store(sums, total);
+  }
 }
 
-inline Lanes with_rests(Lanes total, const Tiles& tile, Rests rests) {
-  for (const Rest* rest = rests.first; rest < rests.last; ++rest) {
-    const int64_t block = rest->column / kBlockColumns;
-    const Lanes w = column_at(tile.codes + block * kBlockCodeBytes, rest->column % kBlockColumns);
-    total = fma(w * broadcast(rest->value), scales_of(tile.scales + block * kLaneRows), total);
-  }
-  return total;
-}
+constexpr int kScaleBytes = kLaneRows * sizeof(float);
 
 template <int kCount>
 void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t stride) {
   const int64_t columns = tile.blocks * kBlockColumns;
   const uint8_t *codes = tile.codes, *scales = tile.scales;
   const int16_t* words = x.words;
-  Lanes total[kCount];
-  for (int m = 0; m < kCount; ++m) total[m] = zero();
+  float panel_scales[kDepthOfWords * kLaneRows];
   for (int64_t begin = 0; begin < tile.blocks; begin += kDepthOfWords) {
     const int64_t depth = tile.blocks - begin < kDepthOfWords ? tile.blocks - begin : kDepthOfWords;
-    for (int64_t b = begin; b < begin + depth; ++b) {
+    Lanes total[kCount];
+    for (int m = 0; m < kCount; ++m) total[m] = begin == 0 ? zero() : load(sums + m * stride);
+    for (int64_t b = 0; b < depth; ++b) {
       fetch(codes, scales, b);
       Sums block[kCount];
       for (int m = 0; m < kCount; ++m) block[m] = no_sums();
@@ -106,14 +109,14 @@ void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t st
           block[m] = multiply_pairs(block[m], w, rows.at[m] + column_of(decltype(pair)::value));
       });
       const Lanes scale = scales_of(scales);
+      store(panel_scales + b * kLaneRows, scale);
       for (int m = 0; m < kCount; ++m)
-        total[m] = fma(floats_of(block[m]) * broadcast(x.scales[m * tile.blocks + b]), scale, total[m]);
+        total[m] = fma(floats_of(block[m]) * broadcast(x.scales[m * tile.blocks + begin + b]), scale, total[m]);
       codes += kBlockCodeBytes, scales += kLaneRows, words += kBlockColumns;
     }
-    for (int m = 0; m < kCount; ++m)
-      total[m] = with_rests(total[m], tile, rests_of(x, m, tile.blocks, begin, depth));
+    for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
+    add_rests<kScaleBytes>(tile, x, kCount, begin, depth, panel_scales, sums, stride);
   }
-  for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
 }
 
 void few_words(const Tiles& tile, const WordRows& x, int64_t count, float* sums, int64_t stride) {
@@ -162,10 +165,7 @@ void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64
                                              tile.blocks, begin == 0, sums + row * stride, stride);
         });
       }
-      for (int64_t row = 0; row < count; ++row) {
-        const Rests rests = rests_of(x, row, tile.blocks, begin, depth);
-        if (rests.first < rests.last) store(sums + row * stride, with_rests(load(sums + row * stride), tile, rests));
-      }
+      add_rests<kWordBlockBytes>(tile, x, count, begin, depth, to + kWordBytes, sums, stride);
     }
   }
 }

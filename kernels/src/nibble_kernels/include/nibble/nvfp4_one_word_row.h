@@ -13,10 +13,11 @@ void one_word_row(const Tiles& tile, const WordRows& x, float* sums) {
   const uint8_t *codes = tile.codes, *scales = tile.scales;
   const int8_t* digits = x.digits;
   const DigitScale* digit_scales = x.digit_scales;
-  Lanes total = zero();
+  float panel_scales[kDepthOfWords * kLaneRows];
   for (int64_t begin = 0; begin < tile.blocks; begin += kDepthOfWords) {
     const int64_t depth = tile.blocks - begin < kDepthOfWords ? tile.blocks - begin : kDepthOfWords;
-    for (int64_t b = begin; b < begin + depth; ++b) {
+    Lanes total = begin == 0 ? zero() : load(sums);
+    for (int64_t b = 0; b < depth; ++b) {
       fetch(codes, scales, b);
       const int8_t *const high_digits = digits, *const low_digits = digits + kBlockColumns;
       const Bytes w0 = bytes_of<0>(codes);
@@ -29,12 +30,14 @@ void one_word_row(const Tiles& tile, const WordRows& x, float* sums) {
       high = multiply_bytes(high, w3, high_digits + 12), low = multiply_bytes(low, w3, low_digits + 12);
       const Lanes dot = fma(floats_of(combined(high, low)), broadcast(digit_scales->scale),
                             broadcast(digit_scales->correction));
-      total = fma(dot, scales_of(scales), total);
+      const Lanes scale = scales_of(scales);
+      store(panel_scales + b * kLaneRows, scale);
+      total = fma(dot, scale, total);
       codes += kBlockCodeBytes, scales += kLaneRows, digits += 2 * kBlockColumns, ++digit_scales;
     }
-    total = with_rests(total, tile, rests_of(x, 0, tile.blocks, begin, depth));
+    store(sums, total);
+    add_rests<kScaleBytes>(tile, x, 1, begin, depth, panel_scales, sums, 0);
   }
-  store(sums, total);
 }
 
 void one_or_few_words(const Tiles& tile, const WordRows& x, int64_t count, float* sums, int64_t stride) {

@@ -26,7 +26,7 @@ class OwnedWordRows {
   }
 
  private:
-  void set_rests(int64_t row, const std::vector<float>& rest);
+  void set_rests(int64_t row, const std::vector<uint32_t>& lacking, const std::vector<float>& rest);
 
   int64_t columns_ = 0;
   bool has_digits_ = false;
