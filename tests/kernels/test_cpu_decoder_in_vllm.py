@@ -27,17 +27,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 DIFFERENCE, DIFFERENCE_W4A4 = 0.15, 0.8
 
 
-def compared(installed: Path, folder: Path, *words: str) -> list[str]:
-    """A line of JSON for each model."""
+def compared(
+    installed: Path, folder: Path, *words: str, program: str = "decoder_in_vllm.py"
+) -> list[str]:
+    """The program's lines of JSON."""
     environ = clean_environ(folder, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=str(installed))
-    command = [sys.executable, str(IN_VLLM / "decoder_in_vllm.py"), *words]
+    command = [sys.executable, str(IN_VLLM / program), *words]
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=600, check=False
     )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(lines) == sum(word != "--amx" for word in words), (
-        done.stdout[-3000:] + done.stderr[-5000:]
-    )
     return [line.removeprefix("RESULT ") for line in lines]
 
 
@@ -64,3 +64,19 @@ def test_processors_with_amx_get_the_cache_that_operators_read(
     (line,) = compared(installed, tmp_path, "--amx", str(model))
     found = json.loads(line)
     assert found["whole_steps"] >= TOKENS - 1 and found["largest"] < DIFFERENCE, found
+
+
+def test_steps_that_nibble_prepares_answer_with_the_bits_of_those_that_vllm_prepares(
+    installed: Path, tmp_path: Path
+) -> None:
+    model = write_checkpoint(tmp_path / "qwen3", SHAPE, "modelopt")
+    lines = compared(installed, tmp_path, str(model), program="steps_in_vllm.py")
+    found = [json.loads(line) for line in lines]
+    assert len(found) == 6
+    for each in found:
+        assert each["equal"], found
+        # Steps with a new prompt are vLLM's, and those with prompts whose log-probs are wanted.
+        if each["sampling"] == "log-probs of prompts" and each["piece"] == 1:
+            assert 0 < each["prepared"] < each["steps"] / 2, found
+        else:
+            assert each["steps"] > each["prepared"] >= each["steps"] - 5, found

@@ -12,6 +12,7 @@
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
 - cpu_seeds.py: requests with a seed on the CPU.
+- cpu_step.py: decode steps on the CPU that are one operator.
 - cpu_cache.py: the KV cache's memory on the CPU, taken beside the start.
 - cpu_logprobs.py: ranks of tokens on the CPU without a compiler.
 - cpu_mapped.py: the pages of mapped files on the CPU, given back while a model loads.

@@ -193,13 +193,7 @@ class OperatorForward:
     ) -> Any:
         """As the model's own. A layer or a part of one that is hooked is called."""
         model = self._model
-        if (
-            intermediate_tensors is not None
-            or rest
-            or positions.ndim != 1
-            or getattr(model, "aux_hidden_state_layers", None)
-            or any(self._hooks)
-        ):
+        if intermediate_tensors is not None or rest or positions.ndim != 1 or not self._computes():
             return self._modules_forward(
                 input_ids, positions, intermediate_tensors, inputs_embeds, **rest
             )
@@ -215,11 +209,38 @@ class OperatorForward:
         assert hidden is not None
         return self._decoder.last_norm(hidden, residual)
 
+    def has_steps(self) -> bool:
+        """Whether the layers and their cache are, at this moment, what `step` knows."""
+        return self._computes() and self._reads_cache()
+
+    def step(
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, blocks: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """The normalized hidden states of one new token for each sequence, as Decoder.step."""
+        return self._all_layers(
+            self._model.embed_input_ids(input_ids), positions, slots, blocks, lengths
+        )
+
+    def _computes(self) -> bool:
+        """Whether the operators do all that the modules would do now."""
+        return not getattr(self._model, "aux_hidden_state_layers", None) and not any(self._hooks)
+
+    def _reads_cache(self) -> bool:
+        is_readable = getattr(self._attention[0], "isa", None) == CACHE_LAYOUT
+        return self._window is not None and self._has_plain_cache and is_readable
+
+    def _all_layers(
+        self, residual: Tensor, positions: Tensor, slots: Tensor, blocks: Tensor, lengths: Tensor
+    ) -> Tensor:
+        caches = [each.kv_cache for each in self._attention]
+        window = self._window or 0
+        return self._decoder.step(residual, positions, caches, slots, blocks, lengths, window)
+
     def _step(self, tokens: int) -> Callable[[Tensor, Tensor], Tensor] | None:
         """All layers at once, where each sequence has one new token; else None."""
         first, context = self._attention[0], get_forward_context()
         metadata, slots = context.attn_metadata, context.slot_mapping
-        if not isinstance(metadata, dict) or not isinstance(slots, dict) or self._window is None:
+        if not (isinstance(metadata, dict) and isinstance(slots, dict) and self._reads_cache()):
             return None
         own, own_slots = metadata.get(first.layer_name), slots.get(first.layer_name)
         if (
@@ -229,14 +250,11 @@ class OperatorForward:
             or own.causal is not True
             or own.num_actual_tokens != tokens
             or len(own.seq_lens) != tokens
-            or not self._has_plain_cache
-            or getattr(first, "isa", None) != CACHE_LAYOUT
             or len({id(metadata[each.layer_name]) for each in self._attention}) != 1
         ):
             return None
-        caches = [each.kv_cache for each in self._attention]
-        return lambda residual, positions: self._decoder.step(
-            residual, positions, caches, own_slots, own.block_table, own.seq_lens, self._window or 0
+        return lambda residual, positions: self._all_layers(
+            residual, positions, own_slots, own.block_table, own.seq_lens
         )
 
 

@@ -24,6 +24,7 @@ from nibble.engine.plugin import (
     cpu_rope,
     cpu_router,
     cpu_seeds,
+    cpu_step,
     dense,
     draft_head,
     e4m3,
@@ -72,6 +73,7 @@ def install() -> None:
     cpu_mapped.give_read_pages_back()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
+    cpu_step.shorten_steps()
     whole_load.check_loads()
     compact_json.forbid_blanks()
     offer_attention()
