@@ -99,5 +99,5 @@ def compared(folder: str, piece: int) -> None:
 
 
 if __name__ == "__main__":
-    for piece in (0, 1):  # prompts as they come, and token by token
+    for piece in (0, 1):  # whole prompts, and token by token
         compared(sys.argv[1], piece)
