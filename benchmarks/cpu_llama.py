@@ -31,6 +31,9 @@ processor seconds of all its processes until then, on which other programs have 
 `--beside` names the command of another nibble, which starts in turns with this one; its rows have
 `nibble: beside`. Without `--reference` no reference is computed at the first start.
 
+Without `--starts`, the nibble that `--beside` names serves the W4A16 model too, in turns with the
+others: `beside`, and `beside_ratio` is this one's rate to its. llama.cpp can then be left out.
+
 `--without-avx512` measures what processors with AVX2 do, on one that has AVX-512. Both sides are
 built without it first:
 
@@ -132,7 +135,7 @@ def main() -> None:
             found["starts"] += rows
             args.out.write_text(json.dumps(found, indent=2) + "\n")
     else:
-        if args.llama_python is None:
+        if args.llama_python is None and not args.beside:
             parser.error("--llama-python is missing")
         found["rounds"] = args.rounds
         for name in args.models:
@@ -218,17 +221,20 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[list[dict[str, Any]
     cores = compute_cores().threads
     files = write_models(name, args.folder / name)
     computes = {"nibble": nibble_level()}
+    forms = [form for form in FORMS if args.llama_python or not form.startswith("llama")]
+    all_of_them: dict[str, contextlib.AbstractContextManager[Ask]] = {
+        form: llama(args.llama_python, files[form], cores, computes)
+        if form.startswith("llama")
+        else nibble(files[form], args.folder)
+        for form in forms
+    }
+    if args.beside:
+        (args.folder / "beside").mkdir(exist_ok=True)
+        model = files["nibble_w4a16"]
+        all_of_them["beside"] = nibble(model, args.folder / "beside", command=args.beside)
     with contextlib.ExitStack() as stack:
-        servers = started(
-            stack,
-            {
-                form: llama(args.llama_python, files[form], cores, computes)
-                if form.startswith("llama")
-                else nibble(files[form], args.folder)
-                for form in FORMS
-            },
-        )
-        best = {what: dict.fromkeys(FORMS, 0.0) for what in WHAT}
+        servers = started(stack, all_of_them)
+        best = {what: dict.fromkeys(servers, 0.0) for what in WHAT}
         read_bytes_s = busy = 0.0
         for number in range(args.rounds):
             if number and time.monotonic() - BEGAN > args.seconds:
@@ -273,8 +279,9 @@ def rows_of(
     for what, rates in best.items():
         row: dict[str, Any] = {"model": name, "what": what}
         row |= {form: round(rate, 1) for form, rate in rates.items()}
-        if rates["llama_q4_0"]:
-            row["ratio"] = round(rates["nibble_w4a16"] / rates["llama_q4_0"], 2)
+        for ratio, other in (("ratio", "llama_q4_0"), ("beside_ratio", "beside")):
+            if rates.get(other):
+                row[ratio] = round(rates["nibble_w4a16"] / rates[other], 2)
         if what == "decode 1":
             row["read_gb_s"] = round(read_bytes_s / 1e9, 1)
             row["read_share"] = {
