@@ -14,6 +14,7 @@
 - cpu_seeds.py: requests with a seed on the CPU.
 - cpu_step.py: decode steps on the CPU that are one operator.
 - cpu_cache.py: the KV cache's memory on the CPU, taken beside the start.
+- cpu_greedy.py: the largest logit on the CPU.
 - cpu_logprobs.py: ranks of tokens on the CPU without a compiler.
 - cpu_mapped.py: the pages of mapped files on the CPU, given back while a model loads.
 - compact_json.py: JSON without blanks between its values.

@@ -17,6 +17,7 @@ from nibble.engine.plugin import (
     compact_json,
     cpu_cache,
     cpu_decoder,
+    cpu_greedy,
     cpu_head,
     cpu_logprobs,
     cpu_mapped,
@@ -68,6 +69,7 @@ def install() -> None:
     cpu_rope.rotate_heads_apart()
     cpu_cache.take_pages_beside_the_start()
     cpu_decoder.follow_loading()
+    cpu_greedy.compare_in_vectors()
     cpu_head.read_heads_as_stored()
     cpu_logprobs.count_without_compiler()
     cpu_mapped.give_read_pages_back()
