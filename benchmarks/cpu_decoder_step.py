@@ -54,7 +54,9 @@ def main() -> None:
         return measure(cases, options.steps)
     if options.beside is None:
         parser.error("--beside is missing")
-    flags = f"--beside FOLDER --rounds {options.rounds} --steps {options.steps}"
+    rows, tokens = (" ".join(map(str, each)) for each in (options.rows, options.tokens))
+    flags = f"--beside FOLDER --rows {rows} --tokens {tokens}"
+    flags += f" --rounds {options.rounds} --steps {options.steps}"
     found = {
         "command": f"python benchmarks/cpu_decoder_step.py {flags}",
         "machine": machine(),

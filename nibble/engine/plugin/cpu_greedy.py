@@ -1,8 +1,7 @@
 """The largest logit of each row on vLLM's CPU platform, by numpy.
 
-vLLM 0.32's operator (v1/sample/sampler.py:242) compares one number at a time: 0.3 ms for a
-vocabulary of 152 K. numpy's argmax is vector code. Both give the first of equal ones, and a NaN if
-there is one.
+vLLM 0.32's operator (v1/sample/sampler.py:242) compares one number at a time. numpy's argmax is
+vector code. Both give the first of equal ones, and a NaN if there is one.
 """
 
 from __future__ import annotations

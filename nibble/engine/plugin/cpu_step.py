@@ -1,9 +1,9 @@
 """Decode steps on the CPU that are one operator, without what vLLM prepares for other kernels.
 
 A step in which every sequence has one token needs each one's token, position, slot, blocks and
-length. vLLM 0.32 makes these and the inputs of kernels that do not run here
-(gpu_model_runner.py:2025 to 4305), which takes longer than a small model's layers. What it does
-before, to its requests, and after, to sample, it does as always.
+length. vLLM 0.32 also makes inputs of kernels that do not run then (gpu_model_runner.py's
+_prepare_inputs and _build_attention_metadata), in Python and once a step. It still updates its
+requests before such a step and samples after it.
 """
 
 from __future__ import annotations
