@@ -91,7 +91,7 @@ NIBBLE_FUNCTION Divided divide(const float* x, uint32_t largest, int16_t* words,
 
 enum class Row { kWhole, kLacking, kNotFinite };
 
-// `lacking`: of each block, a bit for each word that lacks something; where there is none, `rest` is not set.
+// `lacking`: of each block, a bit for each word that lacks something.
 NIBBLE_CPU_LEVELS Row divide_row(const float* x, int64_t blocks, int16_t* words, float* scales, uint32_t* lacking,
                                  float* rest) {
   Row row = Row::kWhole;
