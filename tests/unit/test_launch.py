@@ -123,8 +123,9 @@ class Run:
             ladder=(Step("MAX_NUM_SEQS=1", 1 << 30),),
             topology=SimpleNamespace(mode="machine", ranks_here=1, ranks=1, spans_machines=False),
         )
+        over = threading.Event()
         sender = threading.Thread(
-            target=self._send, args=(ports[1], signals, when_ready), daemon=True
+            target=self._send, args=(ports[1], signals, when_ready, over), daemon=True
         )
         sender.start()
         try:
@@ -133,14 +134,24 @@ class Run:
             if error.code not in (ExitCode.ENGINE_DIED, ExitCode.NO_FIT):
                 raise
             code, end = int(error.code), error.line()
+        over.set()
         sender.join(5)
-        return code, self._capfd.readouterr().err + end
+        told = self._capfd.readouterr().err + end
+        print(told)  # pytest shows it where a test fails
+        return code, told
 
-    def _send(self, port: int, signals: tuple[tuple[float, int], ...], when_ready: bool) -> None:
+    def _send(
+        self,
+        port: int,
+        signals: tuple[tuple[float, int], ...],
+        when_ready: bool,
+        over: threading.Event,
+    ) -> None:
+        """Send the signals to this process once the server is ready, and none after the run."""
         import http.client
 
         deadline = time.monotonic() + 20
-        while signals and time.monotonic() < deadline:
+        while signals and not over.is_set() and time.monotonic() < deadline:
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
                 connection.request("GET", "/ready" if when_ready else "/status")
@@ -150,7 +161,8 @@ class Run:
                 pass
             time.sleep(0.02)
         for delay_s, signum in signals:
-            time.sleep(delay_s)
+            if over.wait(delay_s):
+                return
             os.kill(os.getpid(), signum)
 
 
