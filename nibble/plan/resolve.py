@@ -23,6 +23,7 @@ from nibble.plan.environment import decide_environment, on_hub
 from nibble.plan.expert_kernel import check_experts, choose_expert_kernel, expert_kernel_flags
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.layers import read_layers
+from nibble.plan.linear_attention import choose_linear_attention, linear_attention_flags
 from nibble.plan.linear_kernel import choose_linear_kernel, linear_kernel_flags
 from nibble.plan.load_check import load_check_flags, load_check_notices
 from nibble.plan.memory import plan_memory
@@ -185,6 +186,11 @@ def _attention_front(situation: Situation) -> Decision:
     return Decision(attention_front_flags(chosen, situation.flags), attention_front=chosen)
 
 
+def _linear_attention(situation: Situation) -> Decision:
+    chosen = choose_linear_attention(situation.inputs, situation.flags)
+    return Decision(linear_attention_flags(chosen, situation.flags), linear_attention=chosen)
+
+
 def _quantized_layers(situation: Situation) -> Decision:
     return Decision(quantization_override(situation.inputs.checkpoint, situation.flags))
 
@@ -255,6 +261,7 @@ DECIDERS: tuple[Decider, ...] = (
     _step_graph,
     _attention,
     _attention_front,
+    _linear_attention,
     _quantized_layers,
     _load_check,
     _layer_operators,
@@ -350,6 +357,8 @@ def _choices(situation: Situation) -> Choices:
         choices["attention"] = situation.attention
     if situation.attention_front is not None:
         choices["attention_front"] = situation.attention_front
+    if situation.linear_attention is not None:
+        choices["linear_attention"] = situation.linear_attention
     return {**choices, "reference": choose_reference(inputs, situation.flags)}
 
 

@@ -32,6 +32,7 @@ class Situation:
     step_graph: Choice | None = None
     attention: Choice | None = None
     attention_front: Choice | None = None
+    linear_attention: Choice | None = None
     memory: MemoryPlan | None = None
 
     @property
@@ -71,6 +72,7 @@ class Situation:
             step_graph=decision.step_graph or self.step_graph,
             attention=decision.attention or self.attention,
             attention_front=decision.attention_front or self.attention_front,
+            linear_attention=decision.linear_attention or self.linear_attention,
             memory=decision.memory or self.memory,
         )
 
@@ -89,6 +91,7 @@ class Decision:
     step_graph: Choice | None = None
     attention: Choice | None = None
     attention_front: Choice | None = None
+    linear_attention: Choice | None = None
     memory: MemoryPlan | None = None
 
 

@@ -56,6 +56,8 @@ class Options:
       requests (plugin/attention).
     - attention_front: whether one kernel computes norms of queries and keys, RoPE and the cache
       write (plugin/attention/front.py).
+    - linear_attention: whether nibble's kernels compute decode steps and short prompts of linear
+      attention (plugin/gated_delta.py).
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
     - vllm_shapes: rows and columns of the layers that keep vLLM's choice with linear_kernel nibble,
@@ -75,6 +77,7 @@ class Options:
     moe_kernel: Kernel = "vllm"
     attention_kernel: AttentionKernel = "vllm"
     attention_front: Switch = "off"
+    linear_attention: Switch = "off"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"
     sparse_fp4: Switch = "off"

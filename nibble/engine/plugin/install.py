@@ -32,6 +32,7 @@ from nibble.engine.plugin import (
     e4m3_linear,
     fuse_router,
     fuse_silu,
+    gated_delta,
     kernels,
     lm_head,
     moe,
@@ -80,6 +81,7 @@ def install() -> None:
     compact_json.forbid_blanks()
     offer_attention()
     front.follow_loading()
+    gated_delta.follow_loading()
     follow_workers()
 
 

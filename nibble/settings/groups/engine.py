@@ -189,6 +189,16 @@ class EngineOptions(BaseModel):
         flag="--attention-front",
         expected="auto, on or off",
     )
+    linear_attention: Literal["auto", contract.Switch] = option(
+        "auto",
+        "Engine",
+        "Linear attention (gated delta rule, as in Qwen3-Next and Qwen3.5) on a GPU: `on` computes"
+        " decode steps in one launch of nibble's and short prompts in four, `off` leaves them to"
+        " vLLM, `auto` is `on` on hopper (docs/kernels/linear_attention.md).",
+        "NIBBLE_LINEAR_ATTENTION",
+        flag="--linear-attention",
+        expected="auto, on or off",
+    )
     sparse_fp4: contract.Switch = option(
         "off",
         "Engine",

@@ -40,7 +40,8 @@ def main() -> None:
         is_cuda=lambda: True, get_device_capability=lambda: (_Case.capability, 0)
     )
     cuda.current_platform = SimpleNamespace(
-        has_device_capability=lambda number: number <= 10 * _Case.capability
+        is_cuda=lambda: True,
+        has_device_capability=lambda number: number <= 10 * _Case.capability,
     )
     answer(_finding)
 

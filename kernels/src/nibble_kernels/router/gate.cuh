@@ -4,6 +4,8 @@
 // cluster.
 #pragma once
 
+#include "router/block_choice.cuh"
+#include "router/block_norm.cuh"
 #include "router/choose.cuh"
 #include "router/problem.h"
 
@@ -18,9 +20,15 @@ struct Form {
   static constexpr uint32_t kPart = kGroups == 4 ? 2 : 4, kParts = kChunks / kPart;
   // Parts of the gate in registers: the next is on its way while one is multiplied.
   static constexpr uint32_t kBuffers = kChunks * kGroups <= 4 || (kChunks * kGroups <= 8 && !HasNorm) ? 2 : 1;
+  static constexpr uint32_t kTiles = kBuffers > kParts ? kBuffers / kParts : 1;  // 16s of experts at a time
   static constexpr uint32_t kTokenStride = kRows + 4;  // floats: without bank conflicts
-  static constexpr uint32_t kPartialFloats = kWarps * kTokens * kTokenStride;
+  static constexpr uint32_t kTileFloats = kWarps * kTokens * kTokenStride, kPartialFloats = kTiles * kTileFloats;
   static constexpr uint32_t kMostColumns = kChunks * kWarps * kChunk;
+  // For more tokens the warps of the products are faster.
+  using BlockNorm = router::BlockNorm<kMostColumns, kChunks == 4 ? 4 : 2, kThreads>;
+  static constexpr bool kHasBlockNorm = kHasNorm && kGroups == 1;
+  static constexpr uint32_t kBlockNormBytes = kHasBlockNorm ? sizeof(typename BlockNorm::Shared) : 0;
+  static_assert(sizeof(BlockChoice::Shared) <= 4 * kPartialFloats);
 };
 
 __host__ __device__ constexpr uint32_t round_up(uint32_t a, uint32_t to) { return (a + to - 1) / to * to; }
@@ -34,7 +42,7 @@ template <class F>
 __host__ __device__ constexpr uint32_t shared_bytes(uint32_t experts, uint32_t ranks) {
   const uint32_t rows = (F::kTokens + ranks - 1) / ranks;
   const uint32_t norm_bytes = F::kHasNorm ? 2 * F::kMostColumns * 2 : 0;  // with a shared expert's gate
-  return norm_bytes + 4 * (F::kPartialFloats + 2 * kWarps * F::kTokens +
+  return norm_bytes + F::kBlockNormBytes + 4 * (F::kPartialFloats + 2 * kWarps * F::kTokens +
                            (rows + 1) * experts_stride(experts) + F::kTokens);
 }
 
@@ -51,7 +59,8 @@ class Router {
         stride_(problem.columns / 8),
         norm_(shared),
         shared_gate_(norm_ + (F::kHasNorm ? F::kMostColumns / 8 : 0)),
-        partials_(reinterpret_cast<float*>(shared_gate_ + (F::kHasNorm ? F::kMostColumns / 8 : 0))),
+        block_norm_(shared_gate_ + (F::kHasNorm ? F::kMostColumns / 8 : 0)),
+        partials_(reinterpret_cast<float*>(block_norm_ + F::kBlockNormBytes / sizeof(uint4))),
         squares_(partials_ + F::kPartialFloats),
         dots_(squares_ + kWarps * F::kTokens),
         bias_(dots_ + kWarps * F::kTokens),
@@ -142,6 +151,9 @@ class Router {
   // Lane 4 r + c has columns 8 c ... of each chunk of token r, as the products take them.
   __device__ __forceinline__ void load_x() {
     if constexpr (F::kHasNorm) {
+      if constexpr (F::kHasBlockNorm) {
+        if (has_few_tokens()) return add_and_norm_few();
+      }
       add_and_norm();
     } else {
 #pragma unroll
@@ -155,22 +167,61 @@ class Router {
     }
   }
 
-  __device__ __forceinline__ Eight sum_at(uint32_t group, uint32_t i) const {
-    return sum_of(p_.x[row(group) + place(i)], p_.residual[row(group) + place(i)]);
+  __device__ __forceinline__ bool has_few_tokens() const {
+    return F::kHasBlockNorm && tokens_ <= F::BlockNorm::kTokens;
+  }
+  __device__ __forceinline__ typename F::BlockNorm block_norm() const {
+    auto& shared = *reinterpret_cast<typename F::BlockNorm::Shared*>(block_norm_);
+    return typename F::BlockNorm(p_, shared, first_token_, tokens_);
+  }
+
+  __device__ __forceinline__ void add_and_norm_few() {
+    auto norm = block_norm();
+    norm.add(rank_, ranks_);
+    instruction::wait_for_copies<0>();
+    __syncthreads();
+    norm.scale(rank_, ranks_, norm_, shared_gate_);
+#pragma unroll
+    for (uint32_t i = 0; i < F::kChunks; ++i) {
+      x_[0][i] = make_uint4(0, 0, 0, 0);
+      if (is_token(0) && is_chunk(i)) x_[0][i] = norm.eight(row_in_group(), place(i));
+    }
+  }
+
+  // x + residual of some of a token's chunks, 0 where there is none. All loads are on their way before the
+  // first result is stored: the compiler does not move a load before a store.
+  static constexpr uint32_t kSums = F::kGroups * F::kChunks > 8 ? 2 : 4;
+  static_assert(F::kChunks % kSums == 0);
+  __device__ __forceinline__ void load_sums(uint32_t group, uint32_t first, Eight (&sums)[kSums]) const {
+    uint4 x[kSums], rest[kSums];
+#pragma unroll
+    for (uint32_t i = 0; i < kSums; ++i) {
+      x[i] = rest[i] = make_uint4(0, 0, 0, 0);
+      if (!is_token(group) || !is_chunk(first + i)) continue;
+      x[i] = p_.x[row(group) + place(first + i)];
+      rest[i] = p_.residual[row(group) + place(first + i)];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kSums; ++i) sums[i] = sum_of(x[i], rest[i]);
   }
 
   // x + residual in float32, its norm, and both rounded. Every block of a cluster has all of it and writes a
-  // share. The second read comes from the first cache.
+  // share. If registers have no room for the sums, they are read twice, then from the first cache.
   __device__ __forceinline__ void add_and_norm() {
+    constexpr bool kKeepsSums = F::kGroups * F::kChunks == kSums;
+    Eight sums[kSums];
 #pragma unroll
     for (uint32_t group = 0; group < F::kGroups; ++group) {
       float squares = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < F::kChunks; ++i) {
-        if (!is_token(group) || !is_chunk(i)) continue;
-        const Eight x = sum_at(group, i);
-        if (i % ranks_ == rank_) p_.sum[row(group) + place(i)] = rounded(x);
-        squares += dot(x, x);
+      for (uint32_t first = 0; first < F::kChunks; first += kSums) {
+        load_sums(group, first, sums);
+#pragma unroll
+        for (uint32_t i = 0; i < kSums; ++i) {
+          if (!is_token(group) || !is_chunk(first + i)) continue;
+          if ((first + i) % ranks_ == rank_) p_.sum[row(group) + place(first + i)] = rounded(sums[i]);
+          squares += dot(sums[i], sums[i]);
+        }
       }
       squares += __shfl_xor_sync(~0u, squares, 1);
       squares += __shfl_xor_sync(~0u, squares, 2);
@@ -184,12 +235,17 @@ class Router {
           factor_of(p_, sum_of_warps(squares_ + group * kTokens + row_in_group(), F::kTokens));
       float dots = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < F::kChunks; ++i) {
-        x_[group][i] = make_uint4(0, 0, 0, 0);
-        if (!is_token(group) || !is_chunk(i)) continue;
-        x_[group][i] = normal_of(p_, sum_at(group, i), factor, norm_[place(i)]);
-        if (i % ranks_ == rank_) p_.normed[row(group) + place(i)] = x_[group][i];
-        if (p_.shared_gate) dots += dot(floats_of(x_[group][i]), floats_of(shared_gate_[place(i)]));
+      for (uint32_t first = 0; first < F::kChunks; first += kSums) {
+        if constexpr (!kKeepsSums) load_sums(group, first, sums);
+#pragma unroll
+        for (uint32_t i = 0; i < kSums; ++i) {
+          uint4& x = x_[group][first + i];
+          x = make_uint4(0, 0, 0, 0);
+          if (!is_token(group) || !is_chunk(first + i)) continue;
+          x = normal_of(p_, sums[i], factor, norm_[place(first + i)]);
+          if ((first + i) % ranks_ == rank_) p_.normed[row(group) + place(first + i)] = x;
+          if (p_.shared_gate) dots += dot(floats_of(x), floats_of(shared_gate_[place(first + i)]));
+        }
       }
       if (!p_.shared_gate) continue;
       dots += __shfl_xor_sync(~0u, dots, 1);
@@ -212,27 +268,26 @@ class Router {
   }
 
   __device__ __forceinline__ void find_logits() {
-    const uint32_t units = tiles() * F::kParts;
-    bool others_have_begun = ranks_ == 1;
-    float sums[F::kGroups][2][4];
-    for (uint32_t begin = 0; begin < units; begin += F::kBuffers) {
+    if (ranks_ > 1 && tiles() == 0) instruction::end_cluster_barrier();
+    for (uint32_t begin = 0; begin < tiles(); begin += F::kTiles) {
 #pragma unroll
-      for (uint32_t buffer = 0; buffer < F::kBuffers; ++buffer) {
-        const uint32_t unit = begin + buffer, part = unit % F::kParts;
-        if (unit >= units) break;
-        if (part == 0) clear(sums);
-        multiply(part, gates_[buffer], sums);
-        load_gate(unit + F::kBuffers, gates_[buffer]);
-        if (part != F::kParts - 1) continue;
-        keep(sums);
-        __syncthreads();
-        if (!others_have_begun) instruction::end_cluster_barrier();
-        others_have_begun = true;
-        send(first_expert(unit / F::kParts));
-        if (unit + 1 < units) __syncthreads();  // the sums are read
+      for (uint32_t i = 0; i < F::kTiles; ++i) {
+        if (begin + i >= tiles()) break;
+        float sums[F::kGroups][2][4];
+        clear(sums);
+#pragma unroll
+        for (uint32_t part = 0; part < F::kParts; ++part) {
+          Gate& gate = gates_[(i * F::kParts + part) % F::kBuffers];
+          multiply(part, gate, sums);
+          load_gate((begin + i) * F::kParts + part + F::kBuffers, gate);
+        }
+        keep(i, sums);
       }
+      __syncthreads();
+      if (ranks_ > 1 && begin == 0) instruction::end_cluster_barrier();  // the others have begun
+      send(begin);
+      if (begin + F::kTiles < tiles()) __syncthreads();  // the sums are read
     }
-    if (!others_have_begun) instruction::end_cluster_barrier();
     if (ranks_ > 1) {
       instruction::cluster_barrier();
     } else {
@@ -252,42 +307,41 @@ class Router {
   __device__ __forceinline__ void multiply(uint32_t part, const Gate& gate,
                                            float (&sums)[F::kGroups][2][4]) const {
 #pragma unroll
-    for (uint32_t each = 0; each < F::kParts; ++each) {
-      if (each != part) continue;
+    for (uint32_t i = 0; i < kPart; ++i) {
+      const uint4 &a = gate.upper[i], &b = gate.lower[i];
 #pragma unroll
-      for (uint32_t i = 0; i < kPart; ++i) {
-        const uint4 &a = gate.upper[i], &b = gate.lower[i];
-#pragma unroll
-        for (uint32_t group = 0; group < F::kGroups; ++group) {
-          const uint4& x = x_[group][each * kPart + i];
-          instruction::mma_bfloats(sums[group][0], a.x, b.x, a.y, b.y, x.x, x.y);
-          instruction::mma_bfloats(sums[group][1], a.z, b.z, a.w, b.w, x.z, x.w);
-        }
+      for (uint32_t group = 0; group < F::kGroups; ++group) {
+        const uint4& x = x_[group][part * kPart + i];
+        instruction::mma_bfloats(sums[group][0], a.x, b.x, a.y, b.y, x.x, x.y);
+        instruction::mma_bfloats(sums[group][1], a.z, b.z, a.w, b.w, x.z, x.w);
       }
     }
   }
 
-  __device__ __forceinline__ void keep(const float (&sums)[F::kGroups][2][4]) const {
+  __device__ __forceinline__ void keep(uint32_t tile, const float (&sums)[F::kGroups][2][4]) const {
 #pragma unroll
     for (uint32_t group = 0; group < F::kGroups; ++group) {
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
         const uint32_t token = group * kTokens + 2 * quarter() + i % 2, expert = row_in_group() + i / 2 * 8;
-        partials_[(warp() * F::kTokens + token) * F::kTokenStride + expert] =
+        partials_[tile * F::kTileFloats + (warp() * F::kTokens + token) * F::kTokenStride + expert] =
             sums[group][0][i] + sums[group][1][i];
       }
     }
   }
 
-  // The logits of 16 experts, each to the block that chooses for its token.
-  __device__ __forceinline__ void send(uint32_t first) const {
+  // The logits of some 16s of experts, each to the block that chooses for its token.
+  __device__ __forceinline__ void send(uint32_t first_tile) const {
+    constexpr uint32_t kOfTile = F::kTokens * kRows;
 #pragma unroll
-    for (uint32_t begin = 0; begin < F::kTokens * kRows; begin += F::kThreads) {
-      const uint32_t token = (begin + threadIdx.x) / kRows, expert = threadIdx.x % kRows;
-      if (token >= tokens_ || first + expert >= p_.experts) continue;
-      float logit = sum_of_warps(partials_ + token * F::kTokenStride + expert, F::kTokens * F::kTokenStride);
+    for (uint32_t begin = 0; begin < F::kTiles * kOfTile; begin += F::kThreads) {
+      const uint32_t place = begin + threadIdx.x, tile = place / kOfTile, token = place % kOfTile / kRows;
+      const uint32_t expert = first_expert(first_tile + tile) + place % kRows;
+      if (tile >= F::kTiles || token >= tokens_ || expert >= p_.experts) continue;
+      const float* const partials = partials_ + tile * F::kTileFloats + token * F::kTokenStride + place % kRows;
+      float logit = sum_of_warps(partials, F::kTokens * F::kTokenStride);
       if (p_.round_logits) logit = __bfloat162float(__float2bfloat16_rn(logit));
-      float* const to = logits_ + token / ranks_ * experts_stride(p_.experts) + first + expert;
+      float* const to = logits_ + token / ranks_ * experts_stride(p_.experts) + expert;
       if (ranks_ > 1) {
         instruction::store_to_rank(to, token % ranks_, logit);
       } else {
@@ -297,6 +351,12 @@ class Router {
   }
 
   __device__ __forceinline__ void choose() const {
+    if (tokens_ <= ranks_ && BlockChoice::suits(p_)) {
+      if (rank_ >= tokens_) return;
+      auto& shared = *reinterpret_cast<BlockChoice::Shared*>(partials_);
+      const float* const bias = p_.bias ? bias_ : nullptr;
+      return BlockChoice{p_, logits_, bias, first_token_ + rank_, padding_[rank_] != 0, shared}.run();
+    }
     for (uint32_t i = warp(); i * ranks_ + rank_ < tokens_; i += kWarps) {
       const uint32_t token = i * ranks_ + rank_;
       const float* const logits = logits_ + i * experts_stride(p_.experts);
@@ -318,14 +378,21 @@ class Router {
 
   // In the last warp, which has the fewest tokens to choose for; each block has a share of the tokens.
   __device__ __forceinline__ void find_shared_factors() const {
-    const uint32_t token = threadIdx.x % kLanes;
-    if (warp() != kWarps - 1 || token >= tokens_ || token % ranks_ != rank_) return;
-    write_shared_factor(p_, first_token_ + token, sum_of_warps(dots_ + token, F::kTokens));
+    if (warp() != kWarps - 1) return;
+    const uint32_t lane = threadIdx.x % kLanes;
+    if (has_few_tokens()) {
+      for (uint32_t token = rank_; token < tokens_; token += ranks_) {
+        const float sum = block_norm().shared_dot(token);
+        if (lane == 0) write_shared_factor(p_, first_token_ + token, sum);
+      }
+    } else if (lane < tokens_ && lane % ranks_ == rank_) {
+      write_shared_factor(p_, first_token_ + lane, sum_of_warps(dots_ + lane, F::kTokens));
+    }
   }
 
   const Problem& p_;
   const uint32_t ranks_, rank_, first_token_, tokens_, chunks_, stride_;
-  uint4 *const norm_, *const shared_gate_;
+  uint4 *const norm_, *const shared_gate_, *const block_norm_;
   float *const partials_, *const squares_, *const dots_, *const bias_, *const logits_;
   uint32_t* const padding_;
   Gate gates_[F::kBuffers];

@@ -1,0 +1,311 @@
+"""Linear attention with the gated delta rule (Qwen3-Next, Qwen3.5) in a few launches.
+
+For a decode step vLLM's layer runs the product of two gates, copies, a convolution, the rule and a
+norm as six to eight kernels for a few microseconds of work. For a step with prompts it launches
+twice as many from Python, which takes longer than the GPU. The replaced forward is in_proj_qkvz,
+one operator, out_proj. In the operator a step of decoding alone is nibble::gated_delta_step, a step
+with prompts of up to MOST_TOKENS tokens nibble::gated_delta_prompts, and every other step vLLM's
+code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from nibble_kernels.gated_delta import (
+    HEAD,
+    MAX_SHARE,
+    TAPS,
+    gated_delta_prompts,
+    gated_delta_step,
+)
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.model_loader import base_loader
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+from nibble.engine.plugin.cuda import runs_here
+from nibble.engine.plugin.options import current_options
+from nibble.engine.plugin.require import replace, required, required_of_instances
+
+logger = init_logger(f"vllm.{__name__}")
+
+Layer = qwen.QwenGatedDeltaNetAttention
+# What splits vLLM's graphs, and so does this operator where vLLM's does.
+OPERATOR, CORE = "nibble::gated_delta_of_layer", "vllm::qwen_gdn_attention_core"
+ATTRIBUTE = "nibble_rule"  # of vLLM's layer
+STATES = (torch.float32, torch.bfloat16)
+# In a step with prompts. The kernel goes through a sequence token by token, vLLM's take 64 at once.
+MOST_TOKENS = 2048
+
+_library = torch.library.Library("nibble", "FRAGMENT")
+
+
+class Unsuitable(Exception):
+    """A layer computes something that the kernel does not."""
+
+
+class Rule:
+    """The kernel's constant arguments for a layer. It keeps no reference to the layer."""
+
+    def __init__(self, layer: Any) -> None:
+        self.gates = layer.in_proj_ba.weight.data
+        self.interleaved = layer.gqa_interleaved_layout
+        self.conv_weight = layer.conv1d.weight.data
+        self.a_log = layer.A_log.data.float()
+        self.dt_bias = layer.dt_bias.data.float()
+        self.norm = layer.norm.weight.data.float()
+        self.epsilon = layer.norm.eps
+        self.sigmoid = layer.norm.activation == "sigmoid"
+
+    def step(self, x: Tensor, qkvz: Tensor, layer: Any, metadata: Any, out: Tensor) -> None:
+        """A decode step of vLLM's layer."""
+        slots = metadata.non_spec_state_indices_tensor[: metadata.num_actual_tokens]
+        gated_delta_step(x, self.gates, qkvz, slots=slots, **self._constants(layer), out=out)
+
+    def prompts(self, x: Tensor, qkvz: Tensor, layer: Any, metadata: Any, out: Tensor) -> None:
+        """A step of vLLM's layer with prompts."""
+        count = metadata.num_decodes + metadata.num_prefills  # without those that fill up a batch
+        gated_delta_prompts(
+            x,
+            self.gates,
+            qkvz,
+            slots=metadata.non_spec_state_indices_tensor[:count],
+            starts=metadata.non_spec_query_start_loc[: count + 1],
+            has_state=metadata.has_initial_state[:count],
+            live_tokens=metadata.num_actual_tokens,
+            **self._constants(layer),
+            out=out,
+        )
+
+    def _constants(self, layer: Any) -> dict[str, Any]:
+        """Arguments that are the same in each step, among them vLLM's caches of the layer."""
+        conv_state, state = layer.kv_cache[:2]
+        if not is_conv_state_dim_first():
+            conv_state = conv_state.transpose(-1, -2)
+        return {
+            "interleaved": self.interleaved,
+            "conv_weight": self.conv_weight,
+            "conv_state": conv_state,
+            "state": state,
+            "a_log": self.a_log,
+            "dt_bias": self.dt_bias,
+            "norm": self.norm,
+            "epsilon": self.epsilon,
+            "sigmoid": self.sigmoid,
+        }
+
+
+def decodes(metadata: Any) -> bool:
+    """Whether each token of a step continues a sequence, as vLLM's layer decides it (vllm 0.32
+    qwen_gdn_linear_attn.py:1372).
+    """
+    return (
+        metadata.spec_sequence_masks is None
+        and metadata.num_prefills == 0
+        and metadata.num_decodes > 0
+    )
+
+
+def has_short_prompts(metadata: Any) -> bool:
+    """Whether nibble's kernels take a step with prompts."""
+    return (
+        metadata.spec_sequence_masks is None
+        and metadata.num_prefills > 0
+        and metadata.num_actual_tokens <= MOST_TOKENS
+        and metadata.checkpoint is None
+    )
+
+
+def _of_layer(x: Tensor, qkvz: Tensor, out: Tensor, layer_name: Any) -> None:
+    name = _resolve_layer_name(layer_name)
+    context = get_forward_context()
+    layer: Any = context.no_compile_layers[name]
+    all_metadata = context.attn_metadata
+    metadata: Any = all_metadata.get(name) if isinstance(all_metadata, dict) else None
+    if metadata is None:  # vLLM measures memory
+        out.zero_()
+        layer._warmup_prefill_kernels(qkvz, layer.value_dim // layer.tp_size)
+    elif decodes(metadata):
+        getattr(layer, ATTRIBUTE).step(x, qkvz, layer, metadata, out)
+    elif has_short_prompts(metadata):
+        getattr(layer, ATTRIBUTE).prompts(x, qkvz, layer, metadata, out)
+    else:
+        _as_vllm(layer, x, qkvz, out)
+
+
+def _as_vllm(layer: Any, x: Tensor, qkvz: Tensor, out: Tensor) -> None:
+    """What vLLM's forward computes between the two products."""
+    out.zero_()
+    ba, _ = layer.in_proj_ba(x)
+    qkv, z, b, a = layer.prepare_gdn_attention_core_inputs(qkvz, ba, len(x))
+    layer._forward_core(qkv, b.contiguous(), a.contiguous(), out)
+    layer._rms_norm_gated_cuda(out, z, out)
+
+
+# The types themselves, which torch makes the operator's schema of.
+_of_layer.__annotations__ = {
+    **dict.fromkeys(("x", "qkvz", "out"), Tensor),
+    "layer_name": LayerNameType,
+    "return": None,
+}
+direct_register_custom_op(
+    OPERATOR.rpartition(":")[2],
+    _of_layer,
+    mutates_args=["out"],
+    fake_impl=lambda x, qkvz, out, layer_name: None,
+    target_lib=_library,
+)
+
+
+class _WithRule:
+    """The forward of a layer with a Rule."""
+
+    in_proj_qkvz: Any
+    out_proj: Any
+    prefix: str
+    value_dim: int
+    tp_size: int
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        qkvz, _ = self.in_proj_qkvz(hidden_states)
+        heads = self.value_dim // self.tp_size // HEAD
+        out = qkvz.new_empty((len(qkvz), heads, HEAD))
+        torch.ops.nibble.gated_delta_of_layer(
+            hidden_states, qkvz, out, _encode_layer_name(self.prefix)
+        )
+        output, _ = self.out_proj(out.flatten(-2))
+        return output
+
+
+# It keeps the name, which messages of vLLM have.
+LayerWithRule = type(Layer.__name__, (_WithRule, Layer), {"__module__": __name__})
+
+
+def follow_loading() -> None:
+    """Use the kernel in every model that vLLM loads in this process with the option
+    linear_attention (vllm 0.32 base_loader.py:109).
+
+    Raises VllmMismatch.
+    """
+    name = "process_weights_after_loading"  # a name in that module's namespace
+    process = required(base_loader, name, "model", "model_config", "target_device")
+    required(Layer, "forward", "self", "hidden_states")
+    required(Layer, "_forward_core", "self", "mixed_qkv", "b", "a", "core_attn_out")
+    required(Layer, "_rms_norm_gated_cuda", "self", "x", "output_gate", "out")
+    required(Layer, "_warmup_prefill_kernels", "self", "qkv_or_qkvz", "v_dim")
+    inputs = ("self", "mixed_qkvz", "mixed_ba", "num_tokens")
+    required(Layer, "prepare_gdn_attention_core_inputs", *inputs)
+    parts = ("in_proj_qkvz", "in_proj_ba", "conv1d", "norm", "out_proj", "A_log", "dt_bias")
+    required_of_instances(Layer, *parts, "gqa_interleaved_layout", "disable_tp_for_ba_proj")
+    required_of_instances(Layer, "num_k_heads", "num_v_heads", "value_dim", "tp_size", "prefix")
+    fields = ("non_spec_state_indices_tensor", "non_spec_query_start_loc", "has_initial_state")
+    required_of_instances(GDNAttentionMetadata, *fields, "checkpoint", "num_actual_tokens")
+
+    @functools.wraps(process)
+    def process_and_replace(model: nn.Module, *rest: Any) -> None:
+        process(model, *rest)
+        if current_options().linear_attention != "on":
+            return
+        is_here, why = runs_here()
+        reasons = replace_layers(model, get_current_vllm_config()) if is_here else [str(why)]
+        for reason in reasons:
+            logger.info_once("vLLM computes linear attention: %s", reason)
+        if count := sum(isinstance(module, _WithRule) for module in model.modules()):
+            logger.info("nibble's gated delta rule: %d layers", count)
+
+    replace(base_loader, name, process_and_replace)
+
+
+def replace_layers(model: nn.Module, config: Any) -> list[str]:
+    """Let the kernel compute decode steps of each suitable layer of a loaded model.
+
+    Returns why layers keep vLLM's code, each reason once.
+    """
+    reasons, replaced = dict[str, None](), False
+    for layer in layers_of(model):
+        try:
+            _check(layer, config)
+        except Unsuitable as reason:
+            reasons[str(reason)] = None
+            continue
+        setattr(layer, ATTRIBUTE, Rule(layer))
+        layer.__class__ = LayerWithRule
+        replaced = True
+    operators = config.compilation_config.splitting_ops
+    if replaced and operators and CORE in operators and OPERATOR not in operators:
+        operators.append(OPERATOR)
+    return list(reasons)
+
+
+def layers_of(model: nn.Module) -> Iterator[Any]:
+    """vLLM's layers with the gated delta rule."""
+    for module in list(model.modules()):
+        if isinstance(module, Layer):
+            yield module
+
+
+def _check(layer: Any, config: Any) -> None:
+    """Raise Unsuitable if the kernel would compute something else than the layer."""
+    _require(type(layer) is Layer, f"{type(layer).__name__} is not known")
+    _require(config.speculative_config is None, "drafts take its own kernels")
+    _require(config.lora_config is None, "adapters may change its products")
+    dtype = config.model_config.dtype
+    _require(dtype == torch.bfloat16, f"the model computes in {dtype}")
+    _require(layer.enable_packed_recurrent_decode, "VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE is off")
+    heads = (layer.head_k_dim, layer.head_v_dim)
+    _require(heads == (HEAD, HEAD), f"its heads have {heads[0]} and {heads[1]} numbers")
+    share = layer.num_v_heads // layer.num_k_heads
+    _require(1 <= share <= MAX_SHARE, f"a key has {share} values")
+    _require(layer.conv_kernel_size == TAPS, f"it convolves {layer.conv_kernel_size} tokens")
+    _require(layer.activation in ("silu", "swish"), f"it has {layer.activation}")
+    _require(layer.conv1d.bias is None, "its convolution has a bias")
+    conv_dtype, state_dtype = layer.get_state_dtype()
+    _require(conv_dtype == torch.bfloat16, f"the convolution's state is {conv_dtype}")
+    _require(state_dtype in STATES, f"its state is {state_dtype}")
+    _check_gates(layer)
+    _check_norm(layer.norm)
+    names = ("in_proj_ba", "conv1d", "norm")
+    parts = [getattr(layer, name) for name in names]
+    _require(
+        not any(part._forward_hooks or part._forward_pre_hooks for part in parts),
+        "its parts have hooks",
+    )
+
+
+def _check_gates(layer: Any) -> None:
+    gates = layer.in_proj_ba
+    is_plain = isinstance(gates.quant_method, UnquantizedLinearMethod) and gates.bias is None
+    _require(is_plain, "its gates are quantized or have a bias")
+    shape = (2 * layer.num_v_heads // layer.tp_size, layer.hidden_size)
+    _require(
+        gates.weight.dtype == torch.bfloat16 and gates.weight.shape == shape,
+        f"its gates are {gates.weight.dtype}, or packed",
+    )
+    _require(layer.hidden_size % 8 == 0, f"it has {layer.hidden_size} columns")
+
+
+def _check_norm(norm: Any) -> None:
+    is_plain = norm.norm_before_gate and norm.bias is None
+    _require(is_plain, "its norm follows the gate, or has a bias")
+    _require(norm.group_size in (None, HEAD), "its norm has groups")
+    _require(norm.activation in ("silu", "swish", "sigmoid"), f"its gate is {norm.activation}")
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise Unsuitable(otherwise)

@@ -1,0 +1,107 @@
+"""`python gated_delta_in_vllm.py < JOBS`: answers of a vLLM on its CPU platform with nibble's gated
+delta rule and of one without it, in one process.
+
+JOBS is a JSON list of [folder, options of vllm.LLM]. For each there is a line with RESULT and JSON:
+the largest difference of a log-probability as long as the answers agree, how many tokens of each
+answer do, and for both the kernel's calls and how many layers have it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+# Longer than a step takes (chunks), and short.
+PROMPTS = [[5 + (place * 7 + number % 2 * 31) % 100 for place in range(length)]
+           for number, length in enumerate((3, 90, 40))]  # fmt: skip
+TOKENS, MOST_TOKENS = 24, 2048
+
+
+def on_the_cpu(plugin: Any, calls: dict[str, int]) -> None:
+    """Let the plugin's code run where vLLM keeps the state transposed and has other operators."""
+    import torch
+    from vllm.utils.torch_utils import _encode_layer_name
+
+    def counted(name: str) -> Any:
+        kernel = getattr(plugin, name)
+
+        def call(*given: Any, state: Any, **more: Any) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            kernel(*given, state=state.transpose(-1, -2), **more)
+
+        return call
+
+    for name in ("gated_delta_step", "gated_delta_prompts"):
+        setattr(plugin, name, counted(name))
+
+    def as_vllm(layer: Any, x: Any, qkvz: Any, out: Any) -> None:
+        ba, _ = layer.in_proj_ba(x)
+        qkv, z, b, a = layer.prepare_gdn_attention_core_inputs(qkvz, ba, len(x))
+        name = _encode_layer_name(layer.prefix)
+        torch.ops.vllm.cpu_gdn_attention_core(qkv, b, a, out, name)
+        out.copy_(layer.norm(out.clone(), z))
+
+    plugin._as_vllm = as_vllm
+    plugin.runs_here = lambda: (True, None)
+    plugin.LayerWithRule._warmup_prefill_kernels = lambda *given: None
+
+
+def answers(folder: str, options: dict[str, Any], switch: str) -> tuple[list[Any], dict[str, Any]]:
+    """`options` of vllm.LLM; most_tokens: those of a step with prompts that the kernel takes."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from nibble.engine.plugin import gated_delta as plugin
+
+    plugin.MOST_TOKENS = options.get("most_tokens", MOST_TOKENS)
+    options = {name: value for name, value in options.items() if name != "most_tokens"}
+    common = {
+        "kv_cache_memory_bytes": 256 << 20,
+        "max_logprobs": -1,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "additional_config": {"nibble": {"linear_attention": switch}},
+    }
+    CALLS.clear()
+    llm = LLM(folder, **(common | options))
+    sampling = SamplingParams(
+        max_tokens=TOKENS, logprobs=-1, temperature=0, detokenize=False, ignore_eos=True
+    )
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = llm.generate(prompts, sampling, use_tqdm=False)
+    executor: Any = llm.llm_engine.model_executor
+    modules = executor.driver_worker.worker.model_runner.get_model().modules()
+    layers = sum(isinstance(module, plugin._WithRule) for module in modules)
+    del llm, executor, modules
+    cleanup_dist_env_and_memory()
+    return [output.outputs[0] for output in found], {"calls": dict(CALLS), "layers": layers}
+
+
+def compared(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    ours, about = answers(folder, options, "on")
+    theirs, about_others = answers(folder, options, "off")
+    largest, same = 0.0, []
+    for one, other in zip(ours, theirs, strict=True):
+        same.append(0)
+        for place in range(TOKENS):
+            mine, others = one.logprobs[place], other.logprobs[place]
+            differences = [abs(mine[token].logprob - others[token].logprob) for token in mine]
+            largest = max(largest, *differences)
+            if one.token_ids[place] != other.token_ids[place]:
+                break
+            same[-1] += 1
+    return {"largest": largest, "same_tokens": same, "on": about, "off": about_others}
+
+
+CALLS: dict[str, int] = {}
+
+if __name__ == "__main__":
+    from nibble.engine.plugin import gated_delta
+
+    on_the_cpu(gated_delta, CALLS)
+    for job in json.load(sys.stdin):
+        print("\nRESULT " + json.dumps(compared(*job)), flush=True)
