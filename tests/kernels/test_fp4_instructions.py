@@ -497,6 +497,22 @@ def test_the_kernel_before_attention_overlaps_and_converts_by_instructions(
         ), name
 
 
+@pytest.mark.parametrize(
+    "arch",
+    ["90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("100f", "120f", "121a"))],
+)
+def test_linear_attention_overlaps_and_spills_nothing(arch: str, compile_for: Compiler) -> None:
+    """A decode step brings the state to shared memory by asynchronous copies, and its cluster meets
+    once; a step of prompts has no cluster.
+    """
+    _, cubin = compile_for(arch, "gated_delta/kernel.cu")
+    assert_nothing_spilled(cubin, 6)
+    for name, body in sass_functions(cubin):
+        assert "PREEXIT" in body and "ACQBULK" in body, name
+        assert ("UCGABAR_ARV" in body) == ("step" in name), name
+        assert ("LDGSTS" in body) == ("step" in name or "rule" in name), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["90a", "100f", "120f", "121a"])
 def test_decode_attention_has_instructions_of_every_target(

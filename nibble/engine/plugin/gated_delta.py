@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from nibble_kernels.gated_delta import (
@@ -59,8 +59,17 @@ class Unsuitable(Exception):
     """A layer computes something that the kernel does not."""
 
 
+class Sequences(NamedTuple):
+    """Arguments of gated_delta_prompts that say which tokens are whose."""
+
+    slots: Tensor
+    starts: Tensor
+    has_state: Tensor
+    live_tokens: int
+
+
 class Rule:
-    """The kernel's constant arguments for a layer. It keeps no reference to the layer."""
+    """The kernels' constant arguments for a layer. It keeps no reference to the layer."""
 
     def __init__(self, layer: Any) -> None:
         self.gates = layer.in_proj_ba.weight.data
@@ -72,29 +81,32 @@ class Rule:
         self.epsilon = layer.norm.eps
         self.sigmoid = layer.norm.activation == "sigmoid"
 
-    def step(self, x: Tensor, qkvz: Tensor, layer: Any, metadata: Any, out: Tensor) -> None:
-        """A decode step of vLLM's layer."""
-        slots = metadata.non_spec_state_indices_tensor[: metadata.num_actual_tokens]
-        gated_delta_step(x, self.gates, qkvz, slots=slots, **self._constants(layer), out=out)
+    def step(
+        self, x: Tensor, qkvz: Tensor, caches: tuple[Tensor, ...], slots: Tensor, out: Tensor
+    ) -> None:
+        """One token each of the sequences in `slots`. caches: vLLM's, of the layer."""
+        gated_delta_step(x, self.gates, qkvz, slots=slots, **self._constants(caches), out=out)
 
-    def prompts(self, x: Tensor, qkvz: Tensor, layer: Any, metadata: Any, out: Tensor) -> None:
-        """A step of vLLM's layer with prompts."""
-        count = metadata.num_decodes + metadata.num_prefills  # without those that fill up a batch
+    def prompts(
+        self,
+        x: Tensor,
+        qkvz: Tensor,
+        caches: tuple[Tensor, ...],
+        sequences: Sequences,
+        out: Tensor,
+    ) -> None:
+        """Sequences of any number of tokens."""
         gated_delta_prompts(
             x,
             self.gates,
             qkvz,
-            slots=metadata.non_spec_state_indices_tensor[:count],
-            starts=metadata.non_spec_query_start_loc[: count + 1],
-            has_state=metadata.has_initial_state[:count],
-            live_tokens=metadata.num_actual_tokens,
-            **self._constants(layer),
+            **sequences._asdict(),
+            **self._constants(caches),
             out=out,
         )
 
-    def _constants(self, layer: Any) -> dict[str, Any]:
-        """Arguments that are the same in each step, among them vLLM's caches of the layer."""
-        conv_state, state = layer.kv_cache[:2]
+    def _constants(self, caches: tuple[Tensor, ...]) -> dict[str, Any]:
+        conv_state, state = caches[:2]
         if not is_conv_state_dim_first():
             conv_state = conv_state.transpose(-1, -2)
         return {
@@ -131,6 +143,21 @@ def has_short_prompts(metadata: Any) -> bool:
     )
 
 
+def rule_of(layer: Any) -> Rule | None:
+    """The kernels' arguments for vLLM's layer, if they compute it."""
+    return getattr(layer, ATTRIBUTE, None)
+
+
+def _sequences(metadata: Any) -> Sequences:
+    count = metadata.num_decodes + metadata.num_prefills  # without those that fill up a batch
+    return Sequences(
+        metadata.non_spec_state_indices_tensor[:count],
+        metadata.non_spec_query_start_loc[: count + 1],
+        metadata.has_initial_state[:count],
+        metadata.num_actual_tokens,
+    )
+
+
 def _of_layer(x: Tensor, qkvz: Tensor, out: Tensor, layer_name: Any) -> None:
     name = _resolve_layer_name(layer_name)
     context = get_forward_context()
@@ -141,9 +168,10 @@ def _of_layer(x: Tensor, qkvz: Tensor, out: Tensor, layer_name: Any) -> None:
         out.zero_()
         layer._warmup_prefill_kernels(qkvz, layer.value_dim // layer.tp_size)
     elif decodes(metadata):
-        getattr(layer, ATTRIBUTE).step(x, qkvz, layer, metadata, out)
+        slots = metadata.non_spec_state_indices_tensor[: metadata.num_actual_tokens]
+        layer.nibble_rule.step(x, qkvz, layer.kv_cache, slots, out)
     elif has_short_prompts(metadata):
-        getattr(layer, ATTRIBUTE).prompts(x, qkvz, layer, metadata, out)
+        layer.nibble_rule.prompts(x, qkvz, layer.kv_cache, _sequences(metadata), out)
     else:
         _as_vllm(layer, x, qkvz, out)
 

@@ -33,6 +33,7 @@ def on_the_cpu(plugin: Any, calls: dict[str, int]) -> None:
         return call
 
     for name in ("gated_delta_step", "gated_delta_prompts"):
+        KERNELS[name] = getattr(plugin, name)
         setattr(plugin, name, counted(name))
 
     def as_vllm(layer: Any, x: Any, qkvz: Any, out: Any) -> None:
@@ -76,9 +77,35 @@ def answers(folder: str, options: dict[str, Any], switch: str) -> tuple[list[Any
     executor: Any = llm.llm_engine.model_executor
     modules = executor.driver_worker.worker.model_runner.get_model().modules()
     layers = sum(isinstance(module, plugin._WithRule) for module in modules)
+    checked = checks(executor.driver_worker.worker)
+    about = {"calls": dict(CALLS), "layers": layers, "checks": checked}
     del llm, executor, modules
     cleanup_dist_env_and_memory()
-    return [output.outputs[0] for output in found], {"calls": dict(CALLS), "layers": layers}
+    return [output.outputs[0] for output in found], about
+
+
+def checks(worker: Any) -> list[list[str]]:
+    """What the canary says of each layer: with the kernels, and with one that doubles."""
+    import torch
+
+    from nibble.engine.plugin import gated_delta as plugin
+    from nibble.engine.plugin.report.linear_attention import rule_results, rules_of
+
+    def doubled(*given: Any, out: Any, **more: Any) -> None:
+        KERNELS["gated_delta_prompts"](*given, out=out, **more)
+        out.mul_(2)
+
+    used, found = {name: getattr(plugin, name) for name in KERNELS}, []
+    for kernels in (KERNELS, KERNELS | {"gated_delta_prompts": doubled}):
+        for name, kernel in kernels.items():
+            setattr(plugin, name, kernel)
+        with torch.inference_mode():
+            for layer in rules_of(worker.model_runner.get_model()):
+                results = rule_results(*layer, torch.device("cpu"))
+                found.append([result.problem for result in results])
+    for name, kernel in used.items():
+        setattr(plugin, name, kernel)
+    return found
 
 
 def compared(folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +125,7 @@ def compared(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 CALLS: dict[str, int] = {}
+KERNELS: dict[str, Any] = {}  # without the counter
 
 if __name__ == "__main__":
     from nibble.engine.plugin import gated_delta

@@ -16,6 +16,7 @@ from nibble.engine.contract.report import LayerCheck
 from nibble.engine.plugin.report.attention import attention_results, pass_of_this_worker
 from nibble.engine.plugin.report.compare import Result, compare, group
 from nibble.engine.plugin.report.kernels_used import models_of
+from nibble.engine.plugin.report.linear_attention import KIND, rule_results, rules_of
 from nibble.engine.plugin.report.probes import PROBES, Probe, Unknown
 from nibble.engine.plugin.report.routing import routing_results
 
@@ -34,6 +35,10 @@ def run_checks(worker: Any) -> list[LayerCheck]:
             results += _guarded(
                 Result("routing", kind, checked), routing_results(checked, runner, worker.device)
             )
+        for model in models_of(worker.model_runner):
+            for name, layer, rule in rules_of(model):
+                found = rule_results(name, layer, rule, worker.device)
+                results += _guarded(Result("attention", KIND, name), found)
     with set_current_vllm_config(config):
         for blank, found in attention_results(worker):
             results += _guarded(blank, found)
