@@ -12,10 +12,11 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.layers import layers
-from nibble.engine.contract import CONFIG_KEY
+from nibble.engine.contract import BATCH_INVARIANT, CONFIG_KEY
 from nibble.plan.choice import Choice, Choices, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.one_order import is_batch_invariant
 
 # Targets on which `auto` takes the kernel.
 TARGETS = ("hopper",)
@@ -58,4 +59,6 @@ def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:
         return f"the kernel for linear attention is the default only on {' and '.join(TARGETS)}"
     if problem := inputs.without_plugin or inputs.without_gpu_kernels:
         return problem
+    if is_batch_invariant(inputs.environ):
+        return f"with {BATCH_INVARIANT} results must not depend on the batch"
     return next((why for flag, why in _OTHERS.items() if values.get(flag)), "")

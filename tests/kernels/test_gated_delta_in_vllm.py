@@ -57,6 +57,7 @@ def test_answers_are_those_of_vllms_code_and_the_canary_sees_the_kernels(
         assert ("gated_delta_prompts" in on["calls"]) == takes_prompts, (name, found)
         assert found["largest"] < ROUNDED, (name, found)
         assert all(same >= ALIKE for same in found["same_tokens"]), (name, found)
+        assert on["follows"], (name, found)
         right, doubled = on["checks"][:LAYERS], on["checks"][LAYERS:]
         assert right == [["", ""]] * LAYERS, (name, found)
         assert all(step == "" and "off by 1" in prompts for step, prompts in doubled), (name, found)

@@ -92,3 +92,9 @@ def test_a_model_without_a_gated_delta_rule_has_no_choice(tmp_path: Path) -> Non
 
 def test_a_cpu_has_no_choice(model: Path) -> None:
     assert planned(model, "cpu") is None
+
+
+def test_results_that_must_not_depend_on_the_batch_keep_vllms_kernels(model: Path) -> None:
+    """nibble's take prompts of short steps alone."""
+    value, reason = planned(model, "hopper", VLLM_BATCH_INVARIANT="1") or ("", "")
+    assert value == "off" and "VLLM_BATCH_INVARIANT" in reason

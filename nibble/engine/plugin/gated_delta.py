@@ -23,6 +23,7 @@ from nibble_kernels.gated_delta import (
     gated_delta_step,
 )
 from torch import Tensor, nn
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -56,7 +57,7 @@ _library = torch.library.Library("nibble", "FRAGMENT")
 
 
 class Unsuitable(Exception):
-    """A layer computes something that the kernel does not."""
+    """A layer computes something that the kernels do not."""
 
 
 class Sequences(NamedTuple):
@@ -75,11 +76,14 @@ class Rule:
         self.gates = layer.in_proj_ba.weight.data
         self.interleaved = layer.gqa_interleaved_layout
         self.conv_weight = layer.conv1d.weight.data
-        self.a_log = layer.A_log.data.float()
-        self.dt_bias = layer.dt_bias.data.float()
-        self.norm = layer.norm.weight.data.float()
+        self.a_log, self.dt_bias, self.norm = _floats(layer)
         self.epsilon = layer.norm.eps
         self.sigmoid = layer.norm.activation == "sigmoid"
+
+    def follow(self, layer: Any) -> None:
+        """Take the layer's numbers again, in place, since CUDA graphs read them."""
+        for own, new in zip((self.a_log, self.dt_bias, self.norm), _floats(layer), strict=True):
+            own.copy_(new)
 
     def step(
         self, x: Tensor, qkvz: Tensor, caches: tuple[Tensor, ...], slots: Tensor, out: Tensor
@@ -120,6 +124,10 @@ class Rule:
             "epsilon": self.epsilon,
             "sigmoid": self.sigmoid,
         }
+
+
+def _floats(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.A_log.data.float(), layer.dt_bias.data.float(), layer.norm.weight.data.float()
 
 
 def decodes(metadata: Any) -> bool:
@@ -266,6 +274,9 @@ def replace_layers(model: nn.Module, config: Any) -> list[str]:
     """
     reasons, replaced = dict[str, None](), False
     for layer in layers_of(model):
+        if (rule := rule_of(layer)) is not None:  # its weights were loaded again
+            rule.follow(layer)
+            continue
         try:
             _check(layer, config)
         except Unsuitable as reason:
@@ -290,6 +301,8 @@ def layers_of(model: nn.Module) -> Iterator[Any]:
 def _check(layer: Any, config: Any) -> None:
     """Raise Unsuitable if the kernel would compute something else than the layer."""
     _require(type(layer) is Layer, f"{type(layer).__name__} is not known")
+    # Prompts take one kernel or another by the number of tokens in a step.
+    _require(not envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT rules it out")
     _require(config.speculative_config is None, "drafts take its own kernels")
     _require(config.lora_config is None, "adapters may change its products")
     dtype = config.model_config.dtype

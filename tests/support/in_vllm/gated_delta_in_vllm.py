@@ -79,6 +79,7 @@ def answers(folder: str, options: dict[str, Any], switch: str) -> tuple[list[Any
     layers = sum(isinstance(module, plugin._WithRule) for module in modules)
     checked = checks(executor.driver_worker.worker)
     about = {"calls": dict(CALLS), "layers": layers, "checks": checked}
+    about["follows"] = follows(executor.driver_worker.worker)
     del llm, executor, modules
     cleanup_dist_env_and_memory()
     return [output.outputs[0] for output in found], about
@@ -106,6 +107,30 @@ def checks(worker: Any) -> list[list[str]]:
     for name, kernel in used.items():
         setattr(plugin, name, kernel)
     return found
+
+
+def follows(worker: Any) -> bool:
+    """Whether the kernels' numbers are the layers' after weights are loaded again."""
+    import torch
+
+    from nibble.engine.plugin import gated_delta as plugin
+
+    model, same = worker.model_runner.get_model(), []
+    with torch.inference_mode():
+        places = [rule.dt_bias.data_ptr() for _, rule in rules(model)]
+        for layer, _ in rules(model):
+            layer.dt_bias.data.add_(1)
+        plugin.replace_layers(model, worker.vllm_config)
+        for (layer, rule), place in zip(rules(model), places, strict=True):
+            same.append(rule.dt_bias.equal(layer.dt_bias.float()))
+            same.append(rule.dt_bias.data_ptr() == place)
+    return all(same)
+
+
+def rules(model: Any) -> list[tuple[Any, Any]]:
+    from nibble.engine.plugin import gated_delta as plugin
+
+    return [(one, rule) for one in plugin.layers_of(model) if (rule := plugin.rule_of(one))]
 
 
 def compared(folder: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,8 @@ class Convolution {
     uint32_t words[kChannels / 2];
 #pragma unroll
     for (uint32_t i = 0; i < kChannels; i += 2)
-      words[i / 2] = state[i * p_.conv_channel_stride] | uint32_t{state[(i + 1) * p_.conv_channel_stride]} << 16;
+      words[i / 2] =
+          state[i * p_.conv_channel_stride] | uint32_t{state[(i + 1) * p_.conv_channel_stride]} << 16;
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
@@ -267,7 +268,10 @@ class Rule {
 #pragma unroll
       for (uint32_t i = 0; i < kUnit; i += 4) {
         float4 four = make_float4(0, 0, 0, 0);
-        if (has_state) four = State::unpack(__ldcg(place_of_state(slot, j) + i / State::kEach), i % State::kEach / 4);
+        if (has_state) {
+          const uint4 unit = __ldcg(place_of_state(slot, j) + i / State::kEach);
+          four = State::unpack(unit, i % State::kEach / 4);
+        }
         float* const x = state_ + j * kUnit + i;
         x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
       }
@@ -293,12 +297,13 @@ class Rule {
       const uint32_t part = i / kHead == 0 ? 2 : i / kHead - 1, column = i % kHead;
       uint16_t* const state = p_.conv_state + slot * p_.conv_slot_stride +
                               int64_t{place_.channel(part) + column} * p_.conv_channel_stride;
+      const uint16_t* const rows = p_.qkvz + place_.column(part, p_.is_interleaved) + column;
       uint16_t kept[kTaps - 1];
 #pragma unroll
       for (uint32_t tap = 0; tap < before; ++tap) {
         const uint32_t back = before - tap;  // of the end
         if (last - first >= back) {
-          kept[tap] = p_.qkvz[size_t{last - back} * p_.qkvz_stride + place_.column(part, p_.is_interleaved) + column];
+          kept[tap] = rows[size_t{last - back} * p_.qkvz_stride];
         } else {
           kept[tap] = all_.has_state[sequence_] ? state[(tap + last - first) * p_.conv_token_stride] : 0;
         }

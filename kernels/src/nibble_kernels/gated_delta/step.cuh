@@ -84,7 +84,10 @@ class Step {
     if (place_.share > 1) instruction::end_cluster_barrier();
     keep_taps(slot, taps);
     __syncthreads();
-    if (threadIdx.x < kHead) p_.out[out_place()] = static_cast<uint16_t>(pair_of(normalized() * output_gate(p_, s_.parts[3][threadIdx.x]), 0));
+    if (threadIdx.x < kHead) {
+      const float output = normalized() * output_gate(p_, s_.parts[3][threadIdx.x]);
+      p_.out[out_place()] = static_cast<uint16_t>(pair_of(output, 0));
+    }
   }
 
  private:
@@ -113,7 +116,9 @@ class Step {
   }
 
   // Number i of the parts of which a thread has element `column()`.
-  __device__ __forceinline__ static uint32_t part(uint32_t i) { return i * (kThreads / kHead) + threadIdx.x / kHead; }
+  __device__ __forceinline__ static uint32_t part(uint32_t i) {
+    return i * (kThreads / kHead) + threadIdx.x / kHead;
+  }
   __device__ __forceinline__ static uint32_t column() { return threadIdx.x % kHead; }
   __device__ __forceinline__ size_t out_place() const {
     return (size_t{token_} * p_.value_heads + head_) * kHead + threadIdx.x;
@@ -122,10 +127,13 @@ class Step {
   __device__ __forceinline__ size_t row_place(uint32_t part) const {
     return size_t{token_} * p_.qkvz_stride + place_.column(part, p_.is_interleaved) + column();
   }
+
   // The norm's weight and the numbers of this head, to shared memory.
   __device__ __forceinline__ void copy_constants() const {
     if (threadIdx.x < kHead) copy(s_.norm + threadIdx.x, p_.norm + threadIdx.x);
-    if (threadIdx.x == kThreads - 1) copy(&s_.a_log, p_.a_log + head_), copy(&s_.dt_bias, p_.dt_bias + head_);
+    if (threadIdx.x != kThreads - 1) return;
+    copy(&s_.a_log, p_.a_log + head_);
+    copy(&s_.dt_bias, p_.dt_bias + head_);
   }
   __device__ __forceinline__ static void copy(float* to, const float* from) {
     instruction::copy_word(instruction::shared_place(to), reinterpret_cast<const uint32_t*>(from));

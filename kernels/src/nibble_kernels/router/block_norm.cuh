@@ -80,7 +80,9 @@ class BlockNorm {
   }
 
   // Eight columns of a token, as the tensor cores take them.
-  __device__ __forceinline__ uint4 eight(uint32_t token, uint32_t place) const { return s_.rows[token][place]; }
+  __device__ __forceinline__ uint4 eight(uint32_t token, uint32_t place) const {
+    return s_.rows[token][place];
+  }
 
   // In a whole warp: the dot product of a token with the shared expert's gate.
   __device__ __forceinline__ float shared_dot(uint32_t token) const { return sum_of_token(s_.dots[token]); }

@@ -22,7 +22,8 @@ struct Form {
   static constexpr uint32_t kBuffers = kChunks * kGroups <= 4 || (kChunks * kGroups <= 8 && !HasNorm) ? 2 : 1;
   static constexpr uint32_t kTiles = kBuffers > kParts ? kBuffers / kParts : 1;  // 16s of experts at a time
   static constexpr uint32_t kTokenStride = kRows + 4;  // floats: without bank conflicts
-  static constexpr uint32_t kTileFloats = kWarps * kTokens * kTokenStride, kPartialFloats = kTiles * kTileFloats;
+  static constexpr uint32_t kTileFloats = kWarps * kTokens * kTokenStride;
+  static constexpr uint32_t kPartialFloats = kTiles * kTileFloats;
   static constexpr uint32_t kMostColumns = kChunks * kWarps * kChunk;
   // For more tokens the warps of the products are faster.
   using BlockNorm = router::BlockNorm<kMostColumns, kChunks == 4 ? 4 : 2, kThreads>;
@@ -338,8 +339,8 @@ class Router {
       const uint32_t place = begin + threadIdx.x, tile = place / kOfTile, token = place % kOfTile / kRows;
       const uint32_t expert = first_expert(first_tile + tile) + place % kRows;
       if (tile >= F::kTiles || token >= tokens_ || expert >= p_.experts) continue;
-      const float* const partials = partials_ + tile * F::kTileFloats + token * F::kTokenStride + place % kRows;
-      float logit = sum_of_warps(partials, F::kTokens * F::kTokenStride);
+      const float* const partials = partials_ + tile * F::kTileFloats + token * F::kTokenStride;
+      float logit = sum_of_warps(partials + place % kRows, F::kTokens * F::kTokenStride);
       if (p_.round_logits) logit = __bfloat162float(__float2bfloat16_rn(logit));
       float* const to = logits_ + token / ranks_ * experts_stride(p_.experts) + expert;
       if (ranks_ > 1) {
