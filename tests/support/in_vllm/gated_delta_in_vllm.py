@@ -79,7 +79,7 @@ def answers(folder: str, options: dict[str, Any], switch: str) -> tuple[list[Any
     layers = sum(isinstance(module, plugin._WithRule) for module in modules)
     checked = checks(executor.driver_worker.worker)
     about = {"calls": dict(CALLS), "layers": layers, "checks": checked}
-    about["follows"] = follows(executor.driver_worker.worker)
+    about["follows"] = switch == "on" and follows(executor.driver_worker.worker)
     del llm, executor, modules
     cleanup_dist_env_and_memory()
     return [output.outputs[0] for output in found], about
