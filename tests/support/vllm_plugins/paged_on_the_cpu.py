@@ -2,6 +2,9 @@
 packed cache, and nibble's kernel before attention, whose operator computes its specification there.
 No part of nibble.
 
+Norms and RoPE are torch code that rounds once, as vLLM's kernels for CUDA. Those for the CPU drop
+the low bits on processors without BF16 instructions (vllm 0.32 csrc/cpu/cpu_types_x86.hpp:1102).
+
 Does nothing unless the environment has PAGED.
 """
 
@@ -22,6 +25,8 @@ def register() -> None:
     import nibble.engine.plugin
 
     nibble.engine.plugin.register()
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.attention.backends import flash_attn, registry
 
     from nibble.engine.plugin.attention import front
@@ -31,7 +36,28 @@ def register() -> None:
         setattr(flash_attn, name, lambda *_, **__: True)
     impl: Any = flash_attn.FlashAttentionImpl
     impl.forward, impl.do_kv_cache_update = forward, do_kv_cache_update
+    RMSNorm.forward_cpu, RotaryEmbedding.forward_cpu = norm, rotate  # type: ignore[method-assign]
     registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
+
+
+def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    if residual is not None:
+        residual = x = x + residual
+    values = x.float()
+    inverse = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    y = (values * inverse * self.weight.float()).to(x.dtype)
+    return y if residual is None else (y, residual)
+
+
+def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    cosines, sines = self.cos_sin_cache[positions].float().unsqueeze(1).chunk(2, -1)
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = x.unflatten(-1, (-1, self.head_size)).float().chunk(2, -1)
+        turned = (a * cosines - b * sines, b * cosines + a * sines)
+        return torch.cat(turned, -1).to(x.dtype).view_as(x)
+
+    return rotated(query), rotated(key)
 
 
 def as_stored(impl: Any, cache: Tensor) -> Tensor:
