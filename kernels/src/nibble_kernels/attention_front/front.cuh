@@ -4,8 +4,8 @@
 // reshape_and_cache_flash. Each rounds once to bfloat16, and the order of a norm's sum is theirs.
 #pragma once
 
+#include "nibble/bfloats.cuh"
 #include "nibble/conversions.cuh"
-#include "nibble/tensor_core.cuh"
 
 namespace nibble::front {
 
@@ -32,10 +32,6 @@ struct Problem {
 __device__ __forceinline__ float bfloat_at(const uint32_t (&words)[kEach / 2], uint32_t i) {
   const uint32_t word = words[i / 2];
   return __uint_as_float(i % 2 ? word & 0xffff0000 : word << 16);
-}
-__device__ __forceinline__ uint32_t bfloat_pair(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 __device__ __forceinline__ uint32_t e4m3_word(float a, float b, float c, float d) {
   return Instructions::e4m3_encode(a) | Instructions::e4m3_encode(b) << 8 |
@@ -125,7 +121,7 @@ class Front {
     if (is_value_) return;
 #pragma unroll
     for (uint32_t i = 0; i < kEach; i += 2) {
-      x[i / 2] = bfloat_pair(bfloat_at(x, i) * inverse * bfloat_at(weight, i),
+      x[i / 2] = pair_of(bfloat_at(x, i) * inverse * bfloat_at(weight, i),
                              bfloat_at(x, i + 1) * inverse * bfloat_at(weight, i + 1));
     }
   }
@@ -156,7 +152,7 @@ class Front {
         turned[j] = rotated(bfloat_at(x, i + j), bfloat_at(cosines, i + j), bfloat_at(other, i + j),
                             is_first ? -sine : sine);
       }
-      x[i / 2] = bfloat_pair(turned[0], turned[1]);
+      x[i / 2] = pair_of(turned[0], turned[1]);
     }
   }
 
@@ -167,7 +163,7 @@ class Front {
     for (uint32_t i = 0; i < kEach / 2; ++i) {
       const float a = bfloat_at(x, 2 * i), b = bfloat_at(x, 2 * i + 1);
       const float cosine = bfloat_at(cosines, i), sine = bfloat_at(sines, i);
-      x[i] = bfloat_pair(rotated(a, cosine, b, -sine), rotated(b, cosine, a, sine));
+      x[i] = pair_of(rotated(a, cosine, b, -sine), rotated(b, cosine, a, sine));
     }
   }
 

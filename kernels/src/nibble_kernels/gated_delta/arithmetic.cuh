@@ -2,17 +2,10 @@
 #pragma once
 
 #include "gated_delta/problem.h"
-#include "nibble/tensor_core.cuh"
+#include "nibble/bfloats.cuh"
 
 namespace nibble::gated_delta {
 
-__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
-__device__ __forceinline__ uint32_t pair_of(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ float rounded(float x) { return low(pair_of(x, 0)); }
 // Within a few times 2^-23, as Triton's kernels compute them.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float softplus(float x) { return x <= 20.0f ? __logf(1.0f + __expf(x)) : x; }

@@ -51,21 +51,8 @@ void set_states(Problem& p, const Tensor& conv_state, const Tensor& state) {
 template <class F>
 cudaError_t launch(const Problem& p, cudaStream_t stream) {
   const uint32_t share = p.value_heads / p.key_heads;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {share, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks_of(int64_t{p.tokens} * p.value_heads);
-  config.blockDim = dim3(F::kThreads);
-  config.dynamicSmemBytes = sizeof(Shared<F>);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = share > 1 ? 2 : 1;
-  const cudaError_t error =
-      cudaFuncSetAttribute(step<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<F>));
-  return error == cudaSuccess ? cudaLaunchKernelEx(&config, step<F>, p) : error;
+  const uint32_t blocks = blocks_of(int64_t{p.tokens} * p.value_heads).x;
+  return launch_clusters_early(share, blocks, F::kThreads, sizeof(Shared<F>), stream, step<F>, p);
 }
 
 struct Layer {

@@ -11,13 +11,6 @@ namespace nibble::gated_delta {
 
 inline constexpr uint32_t kConvolveThreads = 256, kChannels = 8, kLanesOfHead = kHead / kChannels;
 
-struct Eight {
-  float values[kChannels];
-  __device__ __forceinline__ explicit Eight(const uint4& unit)
-      : values{low(unit.x), high(unit.x), low(unit.y), high(unit.y),
-               low(unit.z), high(unit.z), low(unit.w), high(unit.w)} {}
-};
-
 class Convolution {
  public:
   __device__ __forceinline__ explicit Convolution(const Prompts& prompts)
@@ -35,7 +28,8 @@ class Convolution {
     const uint32_t sequence = sequence_of(all_, token_), first = static_cast<uint32_t>(all_.starts[sequence]);
     const int32_t slot = p_.slots[size_t{sequence} * p_.slot_stride];
     if (slot <= 0) return;
-    float sums[kChannels] = {};
+    Eight result{};
+    float(&sums)[kChannels] = result.values;
     uint4 weights[kTaps];  // of two channels each
 #pragma unroll
     for (uint32_t i = 0; i < kTaps; ++i)
@@ -43,8 +37,8 @@ class Convolution {
 #pragma unroll
     for (uint32_t tap = 0; tap < kTaps; ++tap) {
       const uint32_t back = kTaps - 1 - tap;
-      const Eight x(token_ >= first + back ? row_at(token_ - back)
-                                           : state_at(sequence, slot, token_ - first + tap));
+      const Eight x = floats_of(token_ >= first + back ? row_at(token_ - back)
+                                                       : state_at(sequence, slot, token_ - first + tap));
 #pragma unroll
       for (uint32_t i = 0; i < kChannels; ++i) {
         const uint4& pair = weights[i / 2];
@@ -58,10 +52,9 @@ class Convolution {
       sums[i] = rounded(sums[i] * sigmoid(sums[i]));
       squares += sums[i] * sums[i];
     }
-    const uint4 unit = make_uint4(pair_of(sums[0], sums[1]), pair_of(sums[2], sums[3]),
-                                  pair_of(sums[4], sums[5]), pair_of(sums[6], sums[7]));
     const size_t channels = size_t{2 * p_.key_heads + p_.value_heads} * kHead;
-    if (is_there_) *reinterpret_cast<uint4*>(all_.convolved + token_ * channels + channel()) = unit;
+    uint4* const to = reinterpret_cast<uint4*>(all_.convolved + token_ * channels + channel());
+    if (is_there_) *to = rounded(result);
     squares = sum_of_lanes<kLanesOfHead>(squares);
     if (is_there_ && head_ < 2 * p_.key_heads && column_ == 0)
       all_.factors[size_t{token_} * 2 * p_.key_heads + head_] =
@@ -212,10 +205,9 @@ class Rule {
     __device__ __forceinline__ explicit Numbers(const uint4 (&row)[kHead / 8]) {
 #pragma unroll
       for (uint32_t j = 0; j < kUnits; ++j) {
-        const uint4 eight = row[unit(j)];
-        float* const x = values + j * kUnit;
-        x[0] = low(eight.x), x[1] = high(eight.x), x[2] = low(eight.y), x[3] = high(eight.y);
-        x[4] = low(eight.z), x[5] = high(eight.z), x[6] = low(eight.w), x[7] = high(eight.w);
+        const Eight eight = floats_of(row[unit(j)]);
+#pragma unroll
+        for (uint32_t i = 0; i < kUnit; ++i) values[j * kUnit + i] = eight.values[i];
       }
     }
   };

@@ -4,7 +4,7 @@ Delta Networks, Yang et al. 2024, as Qwen3-Next and Qwen3.5 have it).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,19 +103,13 @@ def step(
     conv_state: Tensor,
     state: Tensor,
     slots: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm: Tensor,
-    epsilon: float,
-    sigmoid: bool,
-    out: Tensor,
+    *rest: Any,
+    **more: Any,
 ) -> None:
-    """As nibble_kernels.gated_delta.gated_delta_step."""
+    """As nibble_kernels.gated_delta.gated_delta_step: each token is a sequence."""
     starts = torch.arange(len(slots) + 1)
-    prompts(
-        *(x, gates, qkvz, interleaved, conv_weight, conv_state, state, slots, starts),
-        *(slots > 0, len(slots), a_log, dt_bias, norm, epsilon, sigmoid, out),
-    )
+    each = (slots, starts, slots > 0, len(slots))
+    prompts(x, gates, qkvz, interleaved, conv_weight, conv_state, state, *each, *rest, **more)
 
 
 def prompts(

@@ -98,11 +98,7 @@ struct BlockChoice {
       const float next = __shfl_sync(~0u, weight, i);
       if (i < p.topk) sum += next;
     }
-    if (lane() >= p.topk) return;
-    const float factor = p.renormalize ? p.scale / (sum > 0 ? sum : 1.0f) : p.scale;
-    const uint32_t at = token * p.topk + lane();
-    p.weights[at] = is_padding ? 0.0f : weight * factor;
-    p.ids[at] = is_padding ? -1 : static_cast<int32_t>(number);
+    write_choice(p, token, is_padding, weight, static_cast<int32_t>(number), sum);
   }
 };
 

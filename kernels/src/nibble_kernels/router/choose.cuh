@@ -14,6 +14,16 @@ __device__ __forceinline__ float number_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
 }
 
+// Lane i has choice i of a token. sum: of its weights.
+__device__ __forceinline__ void write_choice(const Problem& p, uint32_t token, bool is_padding, float weight,
+                                             int32_t id, float sum) {
+  const uint32_t lane = threadIdx.x % kLanes, at = token * p.topk + lane;
+  if (lane >= p.topk) return;
+  const float factor = p.renormalize ? p.scale / (sum > 0 ? sum : 1.0f) : p.scale;
+  p.weights[at] = is_padding ? 0.0f : weight * factor;
+  p.ids[at] = is_padding ? -1 : id;
+}
+
 // A lane has `Each` neighbouring experts, so the first lane with the highest score has the lowest number.
 template <uint32_t Each>
 struct Choice {
@@ -92,11 +102,7 @@ struct Choice {
       sum += chosen;
       if (lane() == i) weight = chosen, id = static_cast<int32_t>(number);
     }
-    if (lane() >= p.topk) return;
-    const float factor = p.renormalize ? p.scale / (sum > 0 ? sum : 1.0f) : p.scale;
-    const uint32_t at = token * p.topk + lane();
-    p.weights[at] = is_padding ? 0.0f : weight * factor;
-    p.ids[at] = is_padding ? -1 : id;
+    write_choice(p, token, is_padding, weight, id, sum);
   }
 };
 

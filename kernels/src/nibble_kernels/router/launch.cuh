@@ -37,22 +37,6 @@ __global__ void __launch_bounds__(kChoiceThreads) choose(const __grid_constant__
   if (token < problem.tokens) choose_from_memory<Each>(problem, token);
 }
 
-inline cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], uint32_t blocks, uint32_t ranks,
-                                        uint32_t threads, uint32_t bytes, cudaStream_t stream) {
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {ranks, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = ranks > 1 ? 2 : 1;
-  return config;
-}
-
 // Whether a device runs clusters of `ranks` blocks of a form; found once for each.
 template <class F>
 bool has_clusters(int device, uint32_t ranks, uint32_t bytes) {
@@ -63,7 +47,7 @@ bool has_clusters(int device, uint32_t ranks, uint32_t bytes) {
   if (is_new) {
     cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     cudaLaunchAttribute attributes[2]{};
-    const cudaLaunchConfig_t config = launch_config(attributes, ranks, ranks, F::kThreads, bytes, nullptr);
+    const cudaLaunchConfig_t config = early_config(attributes, ranks, ranks, F::kThreads, bytes, nullptr);
     int clusters = 0;
     place->second =
         cudaOccupancyMaxActiveClusters(&clusters, route<F>, &config) == cudaSuccess && clusters > 0;
@@ -86,13 +70,7 @@ cudaError_t launch_form(const Problem& p, uint32_t ranks, uint32_t multiprocesso
   while (!is_given && ranks < kMostRanks && bytes > 99 * 1024) bytes = shared_bytes<F>(p.experts, ranks *= 2);
   while (!is_given && ranks > 1 && !has_clusters<F>(device, ranks, bytes))
     bytes = shared_bytes<F>(p.experts, ranks /= 2);
-  const cudaError_t error = cudaFuncSetAttribute(route<F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(bytes));
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2]{};
-  const cudaLaunchConfig_t config =
-      launch_config(attributes, clusters * ranks, ranks, F::kThreads, bytes, stream);
-  return cudaLaunchKernelEx(&config, route<F>, p, ranks);
+  return launch_clusters_early(ranks, clusters * ranks, F::kThreads, bytes, stream, route<F>, p, ranks);
 }
 
 template <uint32_t Chunks, bool HasNorm>

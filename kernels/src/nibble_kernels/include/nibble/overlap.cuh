@@ -13,22 +13,38 @@ __device__ __forceinline__ void wait_for_kernel_before() {
   instruction::wait_for_previous_kernel();
 }
 
-template <class... Parameters, class... Arguments>
-cudaError_t launch_early(uint32_t blocks, uint32_t threads, uint32_t shared_bytes, cudaStream_t stream,
-                         void (*kernel)(Parameters...), const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+// The attributes belong to the configuration. Clusters of `ranks` blocks, or none.
+inline cudaLaunchConfig_t early_config(cudaLaunchAttribute (&attributes)[2], uint32_t ranks, uint32_t blocks,
+                                       uint32_t threads, uint32_t shared_bytes, cudaStream_t stream) {
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {ranks, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = ranks > 1 ? 2 : 1;
+  return config;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_clusters_early(uint32_t ranks, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                                  cudaStream_t stream, void (*kernel)(Parameters...),
+                                  const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  const cudaLaunchConfig_t config = early_config(attributes, ranks, blocks, threads, shared_bytes, stream);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(shared_bytes));
   return error == cudaSuccess ? cudaLaunchKernelEx(&config, kernel, arguments...) : error;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(uint32_t blocks, uint32_t threads, uint32_t shared_bytes, cudaStream_t stream,
+                         void (*kernel)(Parameters...), const Arguments&... arguments) {
+  return launch_clusters_early(1, blocks, threads, shared_bytes, stream, kernel, arguments...);
 }
 
 }  // namespace nibble
