@@ -49,5 +49,10 @@ class LayerMemory:
     state: State | None = None
     is_draft: bool = False
 
+    @property
+    def is_delta_net(self) -> bool:
+        """Whether it is linear attention with the gated delta rule."""
+        return self.state is not None and self.state.flavor == "gdn"
+
 
 Layers = tuple[LayerMemory, ...]

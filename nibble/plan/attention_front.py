@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
-from nibble.engine.contract import CONFIG_KEY
-from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.choice import Choice, values_of
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.nvfp4_options import FLAG, asked
 from nibble.recipes.rules import in_effect
 
 BACKEND = "--attention-backend"
@@ -39,13 +38,6 @@ def choose_attention_front(inputs: PlanInputs, args: Mapping[str, Choice]) -> Ch
     source = str(inputs.loaded.origins["attention_front"])
     obstacle = _obstacle(inputs, values)
     return Choice("off" if obstacle else "on", source, obstacle or ONE_LAUNCH)
-
-
-def attention_front_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag that switches the kernel on in the plugin, unless `args` has one."""
-    if chosen is None or chosen.value != "on" or "attention_front" in asked(values_of(args)):
-        return {}
-    return {FLAG: Choice({CONFIG_KEY: {"attention_front": "on"}}, chosen.source, REASON)}
 
 
 def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:

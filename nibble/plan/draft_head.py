@@ -11,10 +11,9 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import GROUP_SIZE
-from nibble.engine.contract import CONFIG_KEY
-from nibble.plan.choice import Choice, Choices, tensor_parallel_size, values_of
+from nibble.plan.choice import Choice, tensor_parallel_size, values_of
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, REASON, UNQUANTIZED, asked, stored_head
+from nibble.plan.nvfp4_options import FLAG, UNQUANTIZED, asked, stored_head
 from nibble.plan.startup import SPECULATIVE
 
 # Targets on which `auto` takes the copy.
@@ -40,13 +39,6 @@ def choose_draft_head(
     source = str(inputs.loaded.origins["draft_head"])
     obstacle = _obstacle(inputs, values, linear_kernel)
     return Choice("bf16" if obstacle else "nvfp4", source, obstacle or FEWER_BYTES)
-
-
-def draft_head_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag that makes the plugin quantize the drafter's head, unless `args` has one."""
-    if chosen is None or chosen.value != "nvfp4" or "draft_head" in asked(values_of(args)):
-        return {}
-    return {FLAG: Choice({CONFIG_KEY: {"draft_head": "nvfp4"}}, chosen.source, REASON)}
 
 
 def draft_head_bytes(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> int:

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
-from nibble.engine.contract import CONFIG_KEY
-from nibble.plan.choice import Choice, Choices, tensor_parallel_size, values_of
+from nibble.plan.choice import Choice, tensor_parallel_size, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.linear_shapes import e4m3_uses, e4m3_weights
-from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.nvfp4_options import FLAG, asked
 from nibble.plan.one_order import is_batch_invariant
 from nibble.plan.part_kernels import DEFAULT_SEQUENCES, PartKernels, before_times
 from nibble.recipes.rules import in_effect
@@ -67,13 +66,6 @@ def choose_e4m3_linear(inputs: PlanInputs, args: Mapping[str, Choice]) -> PartKe
     return replace(
         found, notices=notices, uses=uses, tries_ours=True, is_timed=not is_set, part=E4M3
     )
-
-
-def e4m3_linear_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag that gives layers nibble's kernel in the plugin, unless `args` has one."""
-    if chosen is None or chosen.value != "nibble" or NAME in asked(values_of(args)):
-        return {}
-    return {FLAG: Choice({CONFIG_KEY: {NAME: "nibble"}}, chosen.source, REASON)}
 
 
 def has_e4m3_layers(checkpoint: Checkpoint) -> bool:

@@ -12,10 +12,10 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.layers import layers
-from nibble.engine.contract import BATCH_INVARIANT, CONFIG_KEY
-from nibble.plan.choice import Choice, Choices, values_of
+from nibble.engine.contract import BATCH_INVARIANT
+from nibble.plan.choice import Choice, values_of
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.nvfp4_options import FLAG, asked
 from nibble.plan.one_order import is_batch_invariant
 
 # Targets on which `auto` takes the kernel.
@@ -41,16 +41,9 @@ def choose_linear_attention(inputs: PlanInputs, args: Mapping[str, Choice]) -> C
     return Choice("off" if obstacle else "on", source, obstacle or FEW_LAUNCHES)
 
 
-def linear_attention_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag that switches the kernel on in the plugin, unless `args` has one."""
-    if chosen is None or chosen.value != "on" or "linear_attention" in asked(values_of(args)):
-        return {}
-    return {FLAG: Choice({CONFIG_KEY: {"linear_attention": "on"}}, chosen.source, REASON)}
-
-
 def _has_delta_rule(checkpoint: Checkpoint | None) -> bool:
     found = layers(checkpoint.config) if checkpoint is not None else None
-    return any(layer.state is not None and layer.state.flavor == "gdn" for layer in found or ())
+    return any(layer.is_delta_net for layer in found or ())
 
 
 def _obstacle(inputs: PlanInputs, values: Mapping[str, Any]) -> str:

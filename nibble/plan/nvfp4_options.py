@@ -13,10 +13,10 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.engine.contract import CONFIG_FLAG as FLAG
-from nibble.engine.contract import given_options
+from nibble.engine.contract import CONFIG_KEY, given_options
 from nibble.errors import ExitCode, NibbleError
 from nibble.machine.targets import Target
-from nibble.plan.choice import OURS, Flags, tensor_parallel_size
+from nibble.plan.choice import OURS, Choice, Choices, Flags, tensor_parallel_size, values_of
 from nibble.plan.expert_shapes import has_e4m3_experts
 from nibble.plan.fp4_products import columns_problem, has_our_fp4_products
 from nibble.recipes.rules import NESTED, in_effect
@@ -28,6 +28,15 @@ UNQUANTIZED = ("BF16", "F16", "F32")
 def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """The plugin's options in vLLM's flags: name -> value."""
     return given_options(args.get(FLAG))
+
+
+def option_flags(
+    name: str, chosen: Choice | None, args: Mapping[str, Choice], value: str = "on"
+) -> Choices:
+    """The flag that gives the plugin's option `value` where it is chosen, unless `args` has one."""
+    if chosen is None or chosen.value != value or name in asked(values_of(args)):
+        return {}
+    return {FLAG: Choice({CONFIG_KEY: {name: value}}, chosen.source, REASON)}
 
 
 def check_is_object(args: Mapping[str, Any]) -> None:

@@ -11,19 +11,20 @@ from __future__ import annotations
 from nibble.machine.paths import cache_dir
 from nibble.plan.applications import compact_json_flags, tool_flags
 from nibble.plan.attention import attention_flags, choose_attention
-from nibble.plan.attention_front import attention_front_flags, choose_attention_front
+from nibble.plan.attention_front import choose_attention_front
 from nibble.plan.attention_kernel import attention_kernel_flags, check_attention
 from nibble.plan.budget import make_bound, memory_bytes, weights_bytes_per_gpu
 from nibble.plan.choice import OURS, Choice, Choices, Layer, at
 from nibble.plan.compile_cache import plan_caches
 from nibble.plan.cpu_engine import layer_operators, prompt_chunk
-from nibble.plan.draft_head import choose_draft_head, draft_head_flags
-from nibble.plan.e4m3_linear import choose_e4m3_linear, e4m3_linear_flags
+from nibble.plan.draft_head import choose_draft_head
+from nibble.plan.e4m3_linear import NAME as E4M3_LINEAR
+from nibble.plan.e4m3_linear import choose_e4m3_linear
 from nibble.plan.environment import decide_environment, on_hub
 from nibble.plan.expert_kernel import check_experts, choose_expert_kernel, expert_kernel_flags
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.layers import read_layers
-from nibble.plan.linear_attention import choose_linear_attention, linear_attention_flags
+from nibble.plan.linear_attention import choose_linear_attention
 from nibble.plan.linear_kernel import choose_linear_kernel, linear_kernel_flags
 from nibble.plan.load_check import load_check_flags, load_check_notices
 from nibble.plan.memory import plan_memory
@@ -31,7 +32,7 @@ from nibble.plan.models.cloverlm import cloverlm_flags
 from nibble.plan.models.gemma4 import check_gemma4
 from nibble.plan.moe_tuning import VARIABLE as TUNED_CONFIG_FOLDER
 from nibble.plan.moe_tuning import choose_alias
-from nibble.plan.nvfp4_options import check_is_object, check_nvfp4_options
+from nibble.plan.nvfp4_options import check_is_object, check_nvfp4_options, option_flags
 from nibble.plan.one_order import check_one_order
 from nibble.plan.our_kernels import yield_to_our_kernels
 from nibble.plan.plan import Plan
@@ -42,7 +43,7 @@ from nibble.plan.server import model_argument, served_names
 from nibble.plan.situation import Decider, Decision, Situation
 from nibble.plan.startup import fast_start_flags
 from nibble.plan.state_blocks import limit_sequences
-from nibble.plan.step_graph import choose_step_graph, step_graph_flags
+from nibble.plan.step_graph import choose_step_graph
 from nibble.plan.topology import replicas_here, topology_flags
 from nibble.plan.validate import (
     TURBOQUANT_COST,
@@ -139,7 +140,7 @@ def _topology(situation: Situation) -> Decision:
 def _e4m3_linear(situation: Situation) -> Decision:
     kernels = choose_e4m3_linear(situation.served, situation.flags)
     return Decision(
-        e4m3_linear_flags(kernels.choice, situation.flags),
+        option_flags(E4M3_LINEAR, kernels.choice, situation.flags, "nibble"),
         notices=kernels.notices,
         e4m3_kernels=kernels,
     )
@@ -166,12 +167,12 @@ def _expert_kernel(situation: Situation) -> Decision:
 def _draft_head(situation: Situation) -> Decision:
     kernel = situation.linear_kernels.choice
     chosen = choose_draft_head(situation.inputs, situation.flags, kernel)
-    return Decision(draft_head_flags(chosen, situation.flags), draft_head=chosen)
+    return Decision(option_flags("draft_head", chosen, situation.flags, "nvfp4"), draft_head=chosen)
 
 
 def _step_graph(situation: Situation) -> Decision:
     chosen = choose_step_graph(situation.inputs, situation.flags)
-    return Decision(step_graph_flags(chosen, situation.flags), step_graph=chosen)
+    return Decision(option_flags("step_graph", chosen, situation.flags), step_graph=chosen)
 
 
 def _attention(situation: Situation) -> Decision:
@@ -183,12 +184,16 @@ def _attention(situation: Situation) -> Decision:
 
 def _attention_front(situation: Situation) -> Decision:
     chosen = choose_attention_front(situation.inputs, situation.flags)
-    return Decision(attention_front_flags(chosen, situation.flags), attention_front=chosen)
+    return Decision(
+        option_flags("attention_front", chosen, situation.flags), attention_front=chosen
+    )
 
 
 def _linear_attention(situation: Situation) -> Decision:
     chosen = choose_linear_attention(situation.inputs, situation.flags)
-    return Decision(linear_attention_flags(chosen, situation.flags), linear_attention=chosen)
+    return Decision(
+        option_flags("linear_attention", chosen, situation.flags), linear_attention=chosen
+    )
 
 
 def _quantized_layers(situation: Situation) -> Decision:

@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibble.checkpoint import Checkpoint
-from nibble.checkpoint.layer_memory import LayerMemory
 from nibble.checkpoint.layers import layers
-from nibble.engine.contract import CONFIG_KEY
 from nibble.engine.step_graph_memory import step_graph_bytes
-from nibble.plan.choice import Choice, Choices, values_of
+from nibble.plan.choice import Choice, values_of
 from nibble.plan.draft_head import draft_method
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.nvfp4_options import FLAG, asked
 from nibble.plan.startup import SPECULATIVE
 
 # Targets on which steps from graphs have run, with answers equal to those of vLLM's path.
@@ -71,20 +69,9 @@ def _untested(checkpoint: Checkpoint | None) -> str:
     found = layers(checkpoint.config)
     if found is None:
         return f"steps from graphs are not tested with {checkpoint.architecture}"
-    kinds = {layer.kind for layer in found if not layer.is_draft and not _is_delta_net(layer)}
+    kinds = {layer.kind for layer in found if not layer.is_draft and not layer.is_delta_net}
     untested = sorted(_UNTESTED_KINDS.get(kind, kind) for kind in kinds - {"full"})
     return f"steps from graphs are not tested with {untested[0]}" if untested else ""
-
-
-def _is_delta_net(layer: LayerMemory) -> bool:
-    return layer.state is not None and layer.state.flavor == "gdn"
-
-
-def step_graph_flags(chosen: Choice | None, args: Mapping[str, Choice]) -> Choices:
-    """The flag that switches graphs of whole steps on in the plugin, unless `args` has one."""
-    if chosen is None or chosen.value != "on" or "step_graph" in asked(values_of(args)):
-        return {}
-    return {FLAG: Choice({CONFIG_KEY: {"step_graph": "on"}}, chosen.source, REASON)}
 
 
 def planned_bytes(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> int:

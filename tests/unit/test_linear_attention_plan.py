@@ -9,31 +9,19 @@ import pytest
 
 from nibble.plan.gather import plan_for, read_wishes
 from nibble.plan.linear_attention import FEW_LAUNCHES
-from tests.support.models.generated_hybrid import HybridShape
+from tests.support.models.generated_hybrid import SMALL
 from tests.support.models.generated_nvfp4 import write_checkpoint
 from tests.support.models.tiny_checkpoint import tensors
 from tests.support.models.tiny_checkpoint import write_checkpoint as write_tiny_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 
 FLAG = "--additional-config"
-SHAPE = HybridShape(
-    hidden=256,
-    intermediate=128,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    vocabulary=256,
-    experts=4,
-    chosen=2,
-    linear_heads=4,
-)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-Next."""
-    return write_checkpoint(tmp_path_factory.mktemp("qwen3_next") / "m", SHAPE, "modelopt")
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3_next") / "m", SMALL, "modelopt")
 
 
 def planned(model: Path, target: str, *words: str, **environ: str) -> tuple[str, str] | None:
