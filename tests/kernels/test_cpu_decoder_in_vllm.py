@@ -19,7 +19,7 @@ from tests.support.models.generated_families import (
     changed,
 )
 from tests.support.models.generated_nvfp4 import write_checkpoint
-from tests.support.paths import IN_VLLM
+from tests.support.paths import IN_VLLM, ROOT, python_path
 from tests.support.servers.serving import clean_environ
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
@@ -31,7 +31,9 @@ def compared(
     installed: Path, folder: Path, *words: str, program: str = "decoder_in_vllm.py"
 ) -> list[str]:
     """The program's lines of JSON."""
-    environ = clean_environ(folder, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=str(installed))
+    environ = clean_environ(
+        folder, VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONPATH=python_path(installed, ROOT)
+    )
     command = [sys.executable, str(IN_VLLM / program), *words]
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=600, check=False

@@ -14,26 +14,14 @@ import pytest
 
 from tests.support.changes import OPERATORS
 from tests.support.in_vllm.gated_delta_in_vllm import TOKENS
-from tests.support.models.generated_hybrid import HybridShape
+from tests.support.models.generated_hybrid import SMALL
 from tests.support.models.generated_nvfp4 import write_checkpoint
-from tests.support.paths import IN_VLLM, python_path
+from tests.support.paths import IN_VLLM, ROOT, python_path
 from tests.support.servers.serving import clean_environ
 
 pytestmark = [pytest.mark.vllm, pytest.mark.when_changed(*OPERATORS)]
 # Each token takes all experts, so that no rounding changes which.
-SHAPE = HybridShape(
-    hidden=256,
-    intermediate=128,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    vocabulary=256,
-    experts=4,
-    chosen=4,
-    linear_heads=4,
-)
-LAYERS = SHAPE.layer_types.count("linear_attention")
+LAYERS = SMALL.layer_types.count("linear_attention")
 JOBS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "vLLM's prompts": {"most_tokens": 0},
@@ -48,7 +36,7 @@ def test_answers_are_those_of_vllms_code_and_the_canary_sees_the_kernels(
     installed: Path, tmp_path: Path
 ) -> None:
     """Prompts in chunks, beside decode steps and alone."""
-    model = str(write_checkpoint(tmp_path / "model", SHAPE, "modelopt"))
+    model = str(write_checkpoint(tmp_path / "model", SMALL, "modelopt"))
     for name, found in run(installed, tmp_path, model).items():
         on, off = found["on"], found["off"]
         assert (on["layers"], off["layers"], off["calls"]) == (LAYERS, 0, {}), (name, found)
@@ -67,7 +55,7 @@ def run(installed: Path, here: Path, model: str) -> dict[str, dict[str, Any]]:
     environ = clean_environ(
         here,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        PYTHONPATH=python_path(installed),
+        PYTHONPATH=python_path(installed, ROOT),
     )
     done = subprocess.run(
         [sys.executable, str(IN_VLLM / "gated_delta_in_vllm.py")],

@@ -8,6 +8,8 @@
 - e4m3.py, e4m3_linear.py: nibble's kernels for FP8 experts and linear layers.
 - chain_layers.py: residual sums in products, and norms that let the next product begin early.
 - plain_decoders.py: the families that chain_layers.py and cpu_decoder.py know.
+- gated_delta.py: linear attention with the gated delta rule in few launches.
+- loaded_models.py: what changes of loaded models share.
 - fuse_router.py: a router of experts, and the norm in front of it, as one kernel.
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.

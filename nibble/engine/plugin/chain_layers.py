@@ -8,7 +8,6 @@ place. Names of modules stay: checks of a start find and hook them.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from nibble_kernels.rms_norm import MAX_COLUMNS, add_rms_norm, rms_norm
@@ -17,13 +16,13 @@ from torch.nn import Parameter
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe
 
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
 from nibble.engine.plugin.fuse_silu import PLAIN_MLPS, nibble_kernel_of
+from nibble.engine.plugin.loaded_models import after_loading
 from nibble.engine.plugin.plain_decoders import LAYERS, MODELS
-from nibble.engine.plugin.require import replace, required, required_of_instances
+from nibble.engine.plugin.require import required, required_of_instances
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 
@@ -37,13 +36,10 @@ ATTENTION = (
 
 
 def follow_loading() -> None:
-    """Chain the layers of every model that vLLM loads in this process (vllm 0.32
-    base_loader.py:109).
+    """Chain the layers of every model that vLLM loads in this process.
 
     Raises VllmMismatch.
     """
-    name = "process_weights_after_loading"  # a name in that module's namespace
-    process = required(base_loader, name, "model", "model_config", "target_device")
     required_of_instances(VllmConfig, "lora_config", "parallel_config")
     for model in MODELS:
         required(model, "forward", "self", "input_ids", "positions", "intermediate_tensors")
@@ -52,14 +48,12 @@ def follow_loading() -> None:
         required_of_instances(layer, "self_attn", "mlp", "input_layernorm")
         required_of_instances(layer, "post_attention_layernorm")
 
-    @functools.wraps(process)
-    def process_and_chain(model: nn.Module, *rest: Any) -> None:
-        process(model, *rest)
+    def chain(model: nn.Module) -> None:
         config = get_current_vllm_config()
         if config.parallel_config.world_size == 1 and config.lora_config is None:
             chain_layers(model)
 
-    replace(base_loader, name, process_and_chain)
+    after_loading(chain)
 
 
 def chain_layers(model: nn.Module) -> None:

@@ -21,7 +21,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import cpu_attn
@@ -29,6 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 
 from nibble.engine.plugin.cpu import CpuNvFp4LinearKernel
 from nibble.engine.plugin.layers import COLUMN_SCALE, kernel_of
+from nibble.engine.plugin.loaded_models import Unsuitable, after_loading, expect
 from nibble.engine.plugin.plain_decoders import LAYERS, MODELS
 from nibble.engine.plugin.require import replace, required, required_of_instances
 
@@ -41,20 +41,13 @@ CACHE_LAYOUT, AMX_LAYOUT = "vec", "amx"
 _PLAIN = (None, "auto", "bfloat16")  # types of a cache
 
 
-class Unsuitable(Exception):
-    """A layer computes something that the operators do not."""
-
-
 def follow_loading() -> None:
-    """Replace the layers of every model that vLLM loads in this process (vllm 0.32
-    base_loader.py:109).
+    """Replace the layers of every model that vLLM loads in this process.
 
     Raises VllmMismatch.
     """
     if not current_platform.is_cpu():
         return
-    name = "process_weights_after_loading"  # a name in that module's namespace
-    process = required(base_loader, name, "model", "model_config", "target_device")
     for model in MODELS:
         required(model, "forward", "self", "input_ids", "positions", "intermediate_tensors")
     for layer in LAYERS:
@@ -65,9 +58,7 @@ def follow_loading() -> None:
     required_of_instances(CPUAttentionBackendImpl, "sliding_window", "scale", "kv_cache_dtype")
     follow_the_layout()
 
-    @functools.wraps(process)
-    def process_and_replace(model: nn.Module, *rest: Any) -> None:
-        process(model, *rest)
+    def change(model: nn.Module) -> None:
         config = get_current_vllm_config()
         is_eager = config.compilation_config.mode == CompilationMode.NONE
         is_alone = config.parallel_config.world_size == 1 and config.lora_config is None
@@ -76,7 +67,7 @@ def follow_loading() -> None:
                 if type(module) in MODELS:
                     replace_layers(module)
 
-    replace(base_loader, name, process_and_replace)
+    after_loading(change)
 
 
 def follow_the_layout() -> None:
@@ -112,26 +103,21 @@ def replace_layers(model: Any) -> None:
 
 
 def _known(layer: Any) -> Any:
-    _require(type(layer) in LAYERS, f"a {type(layer).__name__}")
+    expect(type(layer) in LAYERS, f"a {type(layer).__name__}")
     attention = layer.self_attn
-    _require(getattr(layer, "ada_rms_norm_t_cond", None) is None, "norms with a condition")
-    _require(not getattr(attention, "do_llama_4_scaling", False), "scaled queries")
-    _require(type(layer.mlp.act_fn) is SiluAndMul, "another activation")
-    _require(type(attention.rotary_emb).__name__ in ROTATIONS, "another rotation")
-    _require(attention.rotary_emb.is_neox_style, "a rotation of neighbours")
-    _require(attention.rotary_emb.head_size == attention.head_dim, "heads of two sizes")
+    expect(getattr(layer, "ada_rms_norm_t_cond", None) is None, "norms with a condition")
+    expect(not getattr(attention, "do_llama_4_scaling", False), "scaled queries")
+    expect(type(layer.mlp.act_fn) is SiluAndMul, "another activation")
+    expect(type(attention.rotary_emb).__name__ in ROTATIONS, "another rotation")
+    expect(attention.rotary_emb.is_neox_style, "a rotation of neighbours")
+    expect(attention.rotary_emb.head_size == attention.head_dim, "heads of two sizes")
     inner: Any = attention.attn
     impl = inner.impl
     is_plain = type(inner) is Attention and isinstance(impl, CPUAttentionBackendImpl)
-    _require(is_plain and inner.attn_type == AttentionType.DECODER, "another attention")
-    _require(not (impl.logits_soft_cap or impl.sinks is not None), "capped logits or sinks")
-    _require(impl.alibi_slopes is None and not inner.kv_sharing_target_layer_name, "ALiBi")
+    expect(is_plain and inner.attn_type == AttentionType.DECODER, "another attention")
+    expect(not (impl.logits_soft_cap or impl.sinks is not None), "capped logits or sinks")
+    expect(impl.alibi_slopes is None and not inner.kv_sharing_target_layer_name, "ALiBi")
     return layer
-
-
-def _require(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise Unsuitable(otherwise)
 
 
 class OperatorForward:
@@ -149,13 +135,13 @@ class OperatorForward:
         rotation = first.rotary_emb
         norms = [norm for layer in layers for norm in _norms(layer)] + [model.norm]
         epsilons = {norm.variance_epsilon for norm in norms if norm is not None}
-        _require(all(_is_plain(norm) for norm in norms if norm is not None), "another norm")
-        _require(len(epsilons) == 1, "norms with several epsilons")
+        expect(all(_is_plain(norm) for norm in norms if norm is not None), "another norm")
+        expect(len(epsilons) == 1, "norms with several epsilons")
         tables = {layer.self_attn.rotary_emb.cos_sin_cache.data_ptr() for layer in layers}
-        _require(len(tables) == 1, "several rotations")
-        _require(len({attention.impl.scale for attention in self._attention}) == 1, "scales")
+        expect(len(tables) == 1, "several rotations")
+        expect(len({attention.impl.scale for attention in self._attention}) == 1, "scales")
         hidden, intermediate = len(model.norm.weight), _rows(layers[0].mlp.gate_up_proj) // 2
-        _require(intermediate % 16 == 0 and first.head_dim % 16 == 0, "sizes that 16 divides not")
+        expect(intermediate % 16 == 0 and first.head_dim % 16 == 0, "sizes that 16 divides not")
         shape = Shape(
             hidden,
             intermediate,
@@ -271,7 +257,7 @@ def _is_plain(norm: Any) -> bool:
 
 def _rows(linear: Any) -> int:
     kernel = kernel_of(linear)
-    _require(isinstance(kernel, CpuNvFp4LinearKernel), "products that are not NVFP4")
+    expect(isinstance(kernel, CpuNvFp4LinearKernel), "products that are not NVFP4")
     return kernel.rows
 
 
@@ -285,7 +271,7 @@ def _layer(layer: Any) -> DecoderLayer:
 
 def _product(linear: Any) -> Product:
     rows, bias = _rows(linear), getattr(linear, "bias", None)
-    _require(bias is None or bias.dtype == torch.bfloat16, "a bias that is not bfloat16")
+    expect(bias is None or bias.dtype == torch.bfloat16, "a bias that is not bfloat16")
     return Product(
         PackedWeight(linear.weight.data, linear.weight_scale.data, rows),
         linear.weight_global_scale.data,

@@ -39,13 +39,13 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
-from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from nibble.engine.plugin.cuda import GpuExperts
 from nibble.engine.plugin.layers import name_of
-from nibble.engine.plugin.require import replace, required, required_of_instances
+from nibble.engine.plugin.loaded_models import Unsuitable, after_loading
+from nibble.engine.plugin.require import required, required_of_instances
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 
@@ -66,10 +66,6 @@ BLOCKS = frozenset("Qwen3MoeSparseMoeBlock Qwen3NextSparseMoeBlock".split())
 LAYERS = frozenset("Qwen3MoeDecoderLayer Qwen3NextDecoderLayer Qwen3_5DecoderLayer".split())
 
 
-class Unsuitable(Exception):
-    """A layer computes something that the kernel does not."""
-
-
 class Route(NamedTuple):
     """What the kernel needs to know of a router beside x and the gate's weight."""
 
@@ -82,12 +78,10 @@ class Route(NamedTuple):
 
 
 def follow_loading() -> None:
-    """Fuse in every model that vLLM loads in this process (vllm 0.32 base_loader.py:109).
+    """Fuse in every model that vLLM loads in this process.
 
     Raises VllmMismatch.
     """
-    name = "process_weights_after_loading"  # a name in that module's namespace
-    process = required(base_loader, name, "model", "model_config", "target_device")
     required_of_instances(VllmConfig, "lora_config")
     parts = ("gate", "router", "routed_experts", "_fse_fuse_gate", "routed_input_transform")
     required_of_instances(MoERunner, *parts, "moe_config")
@@ -107,14 +101,12 @@ def follow_loading() -> None:
     required_of_instances(RMSNorm, "variance_epsilon", "variance_size_override", "has_weight")
     required_of_instances(GemmaRMSNorm, "variance_epsilon")
 
-    @functools.wraps(process)
-    def process_and_fuse(model: nn.Module, *rest: Any) -> None:
-        process(model, *rest)
+    def fuse(model: nn.Module) -> None:
         config = get_current_vllm_config_or_none()
         if config is not None and config.lora_config is None:
             fuse_routers(model)
 
-    replace(base_loader, name, process_and_fuse)
+    after_loading(fuse)
 
 
 def fuse_routers(model: nn.Module) -> None:

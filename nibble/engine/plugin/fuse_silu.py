@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.model_loader import base_loader
 
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
 from nibble.engine.plugin.layers import kernel_of
-from nibble.engine.plugin.require import replace, required, required_of_instances
+from nibble.engine.plugin.loaded_models import after_loading
+from nibble.engine.plugin.require import required_of_instances
 
 # Classes of vLLM 0.32 whose forward is exactly down_proj(act_fn(gate_up_proj(x))).
 PLAIN_MLPS = frozenset(
@@ -21,24 +20,19 @@ PLAIN_MLPS = frozenset(
 
 
 def follow_loading() -> None:
-    """Fuse in every model that vLLM loads in this process (vllm 0.32 base_loader.py:109).
+    """Fuse in every model that vLLM loads in this process.
 
     Raises VllmMismatch.
     """
-    name = "process_weights_after_loading"  # a name in that module's namespace
-    names = ("model", "model_config", "target_device")
-    process = required(base_loader, name, *names)
     required_of_instances(VllmConfig, "lora_config")
 
-    @functools.wraps(process)
-    def process_and_fuse(model: nn.Module, *rest: Any) -> None:
-        process(model, *rest)
+    def fuse(model: nn.Module) -> None:
         config = get_current_vllm_config_or_none()
         has_adapters = config is not None and config.lora_config is not None
         if not has_adapters:  # LoRA adapters add to gate and up before silu · mul
             fuse_silu_mul(model)
 
-    replace(base_loader, name, process_and_fuse)
+    after_loading(fuse)
 
 
 def fuse_silu_mul(model: nn.Module) -> None:

@@ -1,16 +1,13 @@
 """Linear attention with the gated delta rule (Qwen3-Next, Qwen3.5) in a few launches.
 
-For a decode step vLLM's layer runs the product of two gates, copies, a convolution, the rule and a
-norm as six to eight kernels for a few microseconds of work. For a step with prompts it launches
-twice as many from Python, which takes longer than the GPU. The replaced forward is in_proj_qkvz,
-one operator, out_proj. In the operator a step of decoding alone is nibble::gated_delta_step, a step
-with prompts of up to MOST_TOKENS tokens nibble::gated_delta_prompts, and every other step vLLM's
-code.
+vLLM's layer launches a kernel each for the product of two gates, copies, a convolution, the rule
+and a norm, and more of them for prompts. The replaced forward is in_proj_qkvz, one operator,
+out_proj. In the operator a step of decoding alone is nibble::gated_delta_step, a step with prompts
+of up to MOST_TOKENS tokens nibble::gated_delta_prompts, and every other step vLLM's code.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +27,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.model_loader import base_loader
 from vllm.utils.torch_utils import (
     LayerNameType,
     _encode_layer_name,
@@ -40,8 +36,9 @@ from vllm.utils.torch_utils import (
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from nibble.engine.plugin.cuda import runs_here
+from nibble.engine.plugin.loaded_models import Unsuitable, after_loading, expect, split_graphs
 from nibble.engine.plugin.options import current_options
-from nibble.engine.plugin.require import replace, required, required_of_instances
+from nibble.engine.plugin.require import required, required_of_instances
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -50,14 +47,10 @@ Layer = qwen.QwenGatedDeltaNetAttention
 OPERATOR, CORE = "nibble::gated_delta_of_layer", "vllm::qwen_gdn_attention_core"
 ATTRIBUTE = "nibble_rule"  # of vLLM's layer
 STATES = (torch.float32, torch.bfloat16)
-# In a step with prompts. The kernel goes through a sequence token by token, vLLM's take 64 at once.
+# In a step with prompts. The kernel processes a sequence token by token, vLLM's 64 at once.
 MOST_TOKENS = 2048
 
 _library = torch.library.Library("nibble", "FRAGMENT")
-
-
-class Unsuitable(Exception):
-    """A layer computes something that the kernels do not."""
 
 
 class Sequences(NamedTuple):
@@ -234,12 +227,10 @@ LayerWithRule = type(Layer.__name__, (_WithRule, Layer), {"__module__": __name__
 
 def follow_loading() -> None:
     """Use the kernel in every model that vLLM loads in this process with the option
-    linear_attention (vllm 0.32 base_loader.py:109).
+    linear_attention.
 
     Raises VllmMismatch.
     """
-    name = "process_weights_after_loading"  # a name in that module's namespace
-    process = required(base_loader, name, "model", "model_config", "target_device")
     required(Layer, "forward", "self", "hidden_states")
     required(Layer, "_forward_core", "self", "mixed_qkv", "b", "a", "core_attn_out")
     required(Layer, "_rms_norm_gated_cuda", "self", "x", "output_gate", "out")
@@ -252,9 +243,7 @@ def follow_loading() -> None:
     fields = ("non_spec_state_indices_tensor", "non_spec_query_start_loc", "has_initial_state")
     required_of_instances(GDNAttentionMetadata, *fields, "checkpoint", "num_actual_tokens")
 
-    @functools.wraps(process)
-    def process_and_replace(model: nn.Module, *rest: Any) -> None:
-        process(model, *rest)
+    def change(model: nn.Module) -> None:
         if current_options().linear_attention != "on":
             return
         is_here, why = runs_here()
@@ -264,11 +253,11 @@ def follow_loading() -> None:
         if count := sum(isinstance(module, _WithRule) for module in model.modules()):
             logger.info("nibble's gated delta rule: %d layers", count)
 
-    replace(base_loader, name, process_and_replace)
+    after_loading(change)
 
 
 def replace_layers(model: nn.Module, config: Any) -> list[str]:
-    """Let the kernel compute decode steps of each suitable layer of a loaded model.
+    """Let the kernels compute each suitable layer of a loaded model.
 
     Returns why layers keep vLLM's code, each reason once.
     """
@@ -285,9 +274,8 @@ def replace_layers(model: nn.Module, config: Any) -> list[str]:
         setattr(layer, ATTRIBUTE, Rule(layer))
         layer.__class__ = LayerWithRule
         replaced = True
-    operators = config.compilation_config.splitting_ops
-    if replaced and operators and CORE in operators and OPERATOR not in operators:
-        operators.append(OPERATOR)
+    if replaced:
+        split_graphs(config.compilation_config, OPERATOR, beside=CORE)
     return list(reasons)
 
 
@@ -300,29 +288,29 @@ def layers_of(model: nn.Module) -> Iterator[Any]:
 
 def _check(layer: Any, config: Any) -> None:
     """Raise Unsuitable if the kernel would compute something else than the layer."""
-    _require(type(layer) is Layer, f"{type(layer).__name__} is not known")
+    expect(type(layer) is Layer, f"{type(layer).__name__} is not known")
     # Prompts take one kernel or another by the number of tokens in a step.
-    _require(not envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT rules it out")
-    _require(config.speculative_config is None, "drafts take its own kernels")
-    _require(config.lora_config is None, "adapters may change its products")
+    expect(not envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT rules it out")
+    expect(config.speculative_config is None, "drafts need its kernels")
+    expect(config.lora_config is None, "adapters may change its products")
     dtype = config.model_config.dtype
-    _require(dtype == torch.bfloat16, f"the model computes in {dtype}")
-    _require(layer.enable_packed_recurrent_decode, "VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE is off")
+    expect(dtype == torch.bfloat16, f"the model computes in {dtype}")
+    expect(layer.enable_packed_recurrent_decode, "VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE is off")
     heads = (layer.head_k_dim, layer.head_v_dim)
-    _require(heads == (HEAD, HEAD), f"its heads have {heads[0]} and {heads[1]} numbers")
+    expect(heads == (HEAD, HEAD), f"its heads have {heads[0]} and {heads[1]} numbers")
     share = layer.num_v_heads // layer.num_k_heads
-    _require(1 <= share <= MAX_SHARE, f"a key has {share} values")
-    _require(layer.conv_kernel_size == TAPS, f"it convolves {layer.conv_kernel_size} tokens")
-    _require(layer.activation in ("silu", "swish"), f"it has {layer.activation}")
-    _require(layer.conv1d.bias is None, "its convolution has a bias")
+    expect(1 <= share <= MAX_SHARE, f"a key head has {share} value heads")
+    expect(layer.conv_kernel_size == TAPS, f"it convolves {layer.conv_kernel_size} tokens")
+    expect(layer.activation in ("silu", "swish"), f"it has {layer.activation}")
+    expect(layer.conv1d.bias is None, "its convolution has a bias")
     conv_dtype, state_dtype = layer.get_state_dtype()
-    _require(conv_dtype == torch.bfloat16, f"the convolution's state is {conv_dtype}")
-    _require(state_dtype in STATES, f"its state is {state_dtype}")
+    expect(conv_dtype == torch.bfloat16, f"the convolution's state is {conv_dtype}")
+    expect(state_dtype in STATES, f"its state is {state_dtype}")
     _check_gates(layer)
     _check_norm(layer.norm)
     names = ("in_proj_ba", "conv1d", "norm")
     parts = [getattr(layer, name) for name in names]
-    _require(
+    expect(
         not any(part._forward_hooks or part._forward_pre_hooks for part in parts),
         "its parts have hooks",
     )
@@ -331,22 +319,17 @@ def _check(layer: Any, config: Any) -> None:
 def _check_gates(layer: Any) -> None:
     gates = layer.in_proj_ba
     is_plain = isinstance(gates.quant_method, UnquantizedLinearMethod) and gates.bias is None
-    _require(is_plain, "its gates are quantized or have a bias")
+    expect(is_plain, "its gates are quantized or have a bias")
     shape = (2 * layer.num_v_heads // layer.tp_size, layer.hidden_size)
-    _require(
+    expect(
         gates.weight.dtype == torch.bfloat16 and gates.weight.shape == shape,
         f"its gates are {gates.weight.dtype}, or packed",
     )
-    _require(layer.hidden_size % 8 == 0, f"it has {layer.hidden_size} columns")
+    expect(layer.hidden_size % 8 == 0, f"it has {layer.hidden_size} columns")
 
 
 def _check_norm(norm: Any) -> None:
     is_plain = norm.norm_before_gate and norm.bias is None
-    _require(is_plain, "its norm follows the gate, or has a bias")
-    _require(norm.group_size in (None, HEAD), "its norm has groups")
-    _require(norm.activation in ("silu", "swish", "sigmoid"), f"its gate is {norm.activation}")
-
-
-def _require(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise Unsuitable(otherwise)
+    expect(is_plain, "its norm follows the gate, or has a bias")
+    expect(norm.group_size in (None, HEAD), "its norm has groups")
+    expect(norm.activation in ("silu", "swish", "sigmoid"), f"its gate is {norm.activation}")

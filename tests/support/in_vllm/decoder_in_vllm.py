@@ -12,6 +12,8 @@ import json
 import sys
 from typing import Any
 
+from tests.support.in_vllm.agreement import agreement
+
 PROMPTS = [[5 + (place * 7 + number * 31) % 100 for place in range(length)]
            for number, length in enumerate((3, 45, 70))]  # fmt: skip
 TOKENS = 24
@@ -56,18 +58,10 @@ def compared(folder: str) -> dict[str, Any]:
     inner = runner.get_model().model
     del inner.forward
     with_modules = answers(llm)
-    largest, same = 0.0, 0
-    for one, other in zip(with_operators, with_modules, strict=True):
-        for place in range(TOKENS):
-            mine, theirs = one.logprobs[place], other.logprobs[place]
-            differences = [abs(mine[token].logprob - theirs[token].logprob) for token in mine]
-            largest = max(largest, *differences)
-            if one.token_ids[place] != other.token_ids[place]:
-                break
-            same += 1
+    largest, same = agreement(with_operators, with_modules)
     del llm
     cleanup_dist_env_and_memory()
-    return {"whole_steps": len(steps), "largest": largest, "same_tokens": same}
+    return {"whole_steps": len(steps), "largest": largest, "same_tokens": sum(same)}
 
 
 def want_amx() -> None:

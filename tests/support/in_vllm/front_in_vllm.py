@@ -13,6 +13,8 @@ import json
 import sys
 from typing import Any
 
+from tests.support.in_vllm.agreement import agreement
+
 # Longer than a step takes (chunks), with a beginning that two share (prefix caching), and short.
 PROMPTS = [[5 + (place * 7 + number % 2 * 31) % 100 for place in range(length)]
            for number, length in enumerate((3, 150, 70, 150))]  # fmt: skip
@@ -87,16 +89,7 @@ def checks(worker: Any) -> dict[str, list[str]]:
 def compared(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     ours, about = answers(folder, options, "on")
     theirs, about_others = answers(folder, options, "off")
-    largest, same = 0.0, []
-    for one, other in zip(ours, theirs, strict=True):
-        same.append(0)
-        for place in range(TOKENS):
-            mine, others = one.logprobs[place], other.logprobs[place]
-            differences = [abs(mine[token].logprob - others[token].logprob) for token in mine]
-            largest = max(largest, *differences)
-            if one.token_ids[place] != other.token_ids[place]:
-                break
-            same[-1] += 1
+    largest, same = agreement(ours, theirs)
     return {"largest": largest, "same_tokens": same, "on": about, "off": about_others}
 
 

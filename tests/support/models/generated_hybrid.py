@@ -120,3 +120,18 @@ class HybridShape(Shape):
             "k_norm.weight": [self.head_dim],
         }
         return {f"self_attn.{name}": size for name, size in parts.items()}
+
+
+# Each token has all experts, so that no rounding changes one.
+SMALL = HybridShape(
+    hidden=256,
+    intermediate=128,
+    layers=FULL_ATTENTION_EVERY,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    vocabulary=256,
+    experts=4,
+    chosen=4,
+    linear_heads=4,
+)

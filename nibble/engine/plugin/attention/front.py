@@ -12,7 +12,6 @@ cache is split over ranks (vllm 0.32 v1/attention/backends/flash_attn.py:1293).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from vllm.utils.torch_utils import (
     LayerNameType,
@@ -39,8 +37,9 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from nibble.engine.decode_attention import CACHES, HEAD_DIMS
 from nibble.engine.plugin.attention.backend import CutePagedImpl, decodes, packed
 from nibble.engine.plugin.cuda import runs_here
+from nibble.engine.plugin.loaded_models import Unsuitable, after_loading, expect, split_graphs
 from nibble.engine.plugin.options import current_options
-from nibble.engine.plugin.require import replace, required, required_of_instances
+from nibble.engine.plugin.require import required, required_of_instances
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -51,10 +50,6 @@ ATTRIBUTE = "nibble_front"  # of vLLM's attention layer
 OPERATOR, WRITE = "nibble::attention_front_of_layer", "vllm::unified_kv_cache_update"
 
 _library = torch.library.Library("nibble", "FRAGMENT")
-
-
-class Unsuitable(Exception):
-    """A module computes something that the kernel does not."""
 
 
 class LayerFront:
@@ -196,12 +191,10 @@ MODULES: dict[type, type] = {
 
 def follow_loading() -> None:
     """Use the kernel in every model that vLLM loads in this process with the option
-    attention_front (vllm 0.32 base_loader.py:109).
+    attention_front.
 
     Raises VllmMismatch.
     """
-    name = "process_weights_after_loading"  # a name in that module's namespace
-    process = required(base_loader, name, "model", "model_config", "target_device")
     for known in MODULES:
         required(known, "forward", "self", "positions", "hidden_states")
         required_of_instances(known, *("qkv_proj", "o_proj", "attn", "rotary_emb", "head_dim"))
@@ -210,9 +203,7 @@ def follow_loading() -> None:
     required_of_instances(RMSNorm, "variance_epsilon", "variance_size_override", "has_weight")
     required_of_instances(FlashAttentionImpl, "sinks", "alibi_slopes")
 
-    @functools.wraps(process)
-    def process_and_replace(model: nn.Module, *rest: Any) -> None:
-        process(model, *rest)
+    def change(model: nn.Module) -> None:
         if current_options().attention_front != "on":
             return
         is_here, why = runs_here()
@@ -222,7 +213,7 @@ def follow_loading() -> None:
         if any(isinstance(module, _WithFront) for module in model.modules()):
             logger.info_once("nibble's kernel computes norms of heads, RoPE and cache writes")
 
-    replace(base_loader, name, process_and_replace)
+    after_loading(change)
 
 
 def replace_fronts(model: nn.Module, config: Any) -> list[str]:
@@ -244,7 +235,7 @@ def replace_fronts(model: nn.Module, config: Any) -> list[str]:
         module.__class__ = MODULES[type(module)]
         replaced = True
     if replaced:
-        _split_graphs(config.compilation_config)
+        split_graphs(config.compilation_config, OPERATOR, beside=WRITE)
     return list(reasons)
 
 
@@ -255,24 +246,18 @@ def attention_modules(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _split_graphs(compilation: Any) -> None:
-    operators = compilation.splitting_ops
-    if operators and WRITE in operators and OPERATOR not in operators:
-        operators.append(OPERATOR)
-
-
 def _check(module: Any, config: Any) -> None:
     """Raise Unsuitable if the kernel would compute something else than the module."""
-    _require(type(module) in MODULES, f"{type(module).__name__} is not known")
+    expect(type(module) in MODULES, f"{type(module).__name__} is not known")
     parallel = config.parallel_config
     splits = (parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-    _require(max(splits) == 1, "a cache that is split over ranks needs keys and values themselves")
-    _require(
+    expect(max(splits) == 1, "a cache that is split over ranks needs keys and values themselves")
+    expect(
         config.model_config.dtype == torch.bfloat16, f"it computes in {config.model_config.dtype}"
     )
-    _require(not getattr(module, "dual_chunk_attention_config", None), "it has two chunks")
-    _require(not getattr(module, "do_llama_4_scaling", False), "its queries are scaled by position")
-    _require(not _hooks(module), "its parts have hooks")
+    expect(not getattr(module, "dual_chunk_attention_config", None), "it has two chunks")
+    expect(not getattr(module, "do_llama_4_scaling", False), "its queries are scaled by position")
+    expect(not _hooks(module), "its parts have hooks")
     _check_rotation(module)
     _check_norms(module)
     _check_layer(module)
@@ -288,13 +273,11 @@ def _check_rotation(module: Any) -> None:
         RotaryEmbedding.forward_cuda,
         RotaryEmbedding.forward_native,
     )
-    _require(is_plain, f"its rotation is {kind.__name__}")
+    expect(is_plain, f"its rotation is {kind.__name__}")
     table = rotation.cos_sin_cache
-    _require(
-        table.dtype == torch.bfloat16 and table.is_contiguous(), "its cosines are not bfloat16"
-    )
-    _require(rotation.head_size == module.head_dim, "its rotation has heads of another size")
-    _require(
+    expect(table.dtype == torch.bfloat16 and table.is_contiguous(), "its cosines are not bfloat16")
+    expect(rotation.head_size == module.head_dim, "its rotation has heads of another size")
+    expect(
         table.shape[1] == rotation.rotary_dim and rotation.rotary_dim % ROTARY_UNIT == 0,
         f"{rotation.rotary_dim} elements of a head are rotated",
     )
@@ -303,38 +286,38 @@ def _check_rotation(module: Any) -> None:
 def _check_norms(module: Any) -> None:
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     found: list[Any] = [norm for norm in norms if norm is not None]
-    _require(len(found) != 1, "queries or keys alone have a norm")
+    expect(len(found) != 1, "queries or keys alone have a norm")
     for norm in found:
         is_plain = type(norm) is RMSNorm and norm.variance_size_override is None and norm.has_weight
-        _require(is_plain, f"a norm of heads is {type(norm).__name__}")
-        _require(
+        expect(is_plain, f"a norm of heads is {type(norm).__name__}")
+        expect(
             norm.weight.dtype == torch.bfloat16 and norm.weight.shape == (module.head_dim,),
             "the weight of a norm is not bfloat16, or not of one head",
         )
-    _require(len({norm.variance_epsilon for norm in found}) <= 1, "its norms have two epsilons")
+    expect(len({norm.variance_epsilon for norm in found}) <= 1, "its norms have two epsilons")
 
 
 def _check_layer(module: Any) -> None:
     layer, impl = module.attn, module.attn.impl
-    _require(type(layer) is Attention, f"its layer is {type(layer).__name__}")
-    _require(layer.attn_type == AttentionType.DECODER, f"it is {layer.attn_type} attention")
-    _require(type(impl) in (FlashAttentionImpl, CutePagedImpl), f"it has {type(impl).__name__}")
-    _require(not layer.use_direct_call, "its attention is not an operator")
-    _require(
+    expect(type(layer) is Attention, f"its layer is {type(layer).__name__}")
+    expect(layer.attn_type == AttentionType.DECODER, f"it is {layer.attn_type} attention")
+    expect(type(impl) in (FlashAttentionImpl, CutePagedImpl), f"it has {type(impl).__name__}")
+    expect(not layer.use_direct_call, "its attention is not an operator")
+    expect(
         not layer.attn_backend.forward_includes_kv_cache_update, "attention writes the cache itself"
     )
-    _require(not layer.kv_sharing_target_layer_name, "layers share a cache")
-    _require(not layer.has_sink and impl.sinks is None, "it has sinks")
-    _require(impl.alibi_slopes is None, "it has ALiBi")
+    expect(not layer.kv_sharing_target_layer_name, "layers share a cache")
+    expect(not layer.has_sink and impl.sinks is None, "it has sinks")
+    expect(impl.alibi_slopes is None, "it has ALiBi")
     sizes = (layer.head_size, layer.head_size_v, module.head_dim)
-    _require(len(set(sizes)) == 1 and layer.head_size in HEAD_DIMS, f"its heads have {sizes[0]}")
-    _require(
+    expect(len(set(sizes)) == 1 and layer.head_size in HEAD_DIMS, f"its heads have {sizes[0]}")
+    expect(
         (layer.num_heads, layer.num_kv_heads) == (module.num_heads, module.num_kv_heads),
         "its layer has other heads",
     )
-    _require(layer.kv_cache_dtype in CACHES, f"its KV cache is {layer.kv_cache_dtype}")
+    expect(layer.kv_cache_dtype in CACHES, f"its KV cache is {layer.kv_cache_dtype}")
     scales = (layer._q_scale, layer._k_scale, layer._v_scale)
-    _require(all(scale.numel() == 1 for scale in scales), "each head has its own scale")
+    expect(all(scale.numel() == 1 for scale in scales), "each head has its own scale")
 
 
 def _hooks(module: Any) -> bool:
@@ -342,8 +325,3 @@ def _hooks(module: Any) -> bool:
     names = ("q_norm", "k_norm", "rotary_emb", "attn")
     parts = [part for name in names if isinstance(part := getattr(module, name, None), nn.Module)]
     return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-
-
-def _require(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise Unsuitable(otherwise)

@@ -38,19 +38,21 @@ def rule_results(name: str, layer: Any, rule: Rule, device: torch.device) -> Ite
     conv_state = torch.randn(tokens + 1, channels, TAPS - 1, generator=random).bfloat16()
     state = torch.randn(tokens + 1, heads, HEAD, HEAD, generator=random) * 0.1
     state = state.to(layer.get_state_dtype()[1])
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    has_state = torch.arange(len(LENGTHS)) > 0
-    slots = torch.arange(1, tokens + 1).int()
-    each = Sequences(slots, torch.arange(tokens + 1).int(), slots > 0, tokens)
-    several = Sequences(slots[: len(LENGTHS)], starts, has_state, tokens)
     x, qkvz, conv_state, state = (one.to(device) for one in (x, qkvz, conv_state, state))
-    for given in (each, several):
+    for is_prompts in (False, True):
+        lengths = LENGTHS if is_prompts else (1,) * tokens
+        count = len(lengths)
+        has_state = torch.ones(count, dtype=torch.bool, device=device)
+        has_state[0] = not is_prompts
         sequences = Sequences(
-            given.slots.to(device), given.starts.to(device), given.has_state.to(device), tokens
+            slots=torch.arange(1, count + 1, dtype=torch.int32, device=device),
+            starts=torch.tensor([0, *lengths], device=device).cumsum(0).int(),
+            has_state=has_state,
+            live_tokens=tokens,
         )
         caches = (_as_vllm(conv_state.clone()), state.clone())
         out = x.new_full((tokens, heads, HEAD), float("nan"))
-        if given is several:
+        if is_prompts:
             rule.prompts(x, qkvz, caches, sequences, out)
         else:
             rule.step(x, qkvz, caches, sequences.slots, out)
