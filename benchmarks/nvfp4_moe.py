@@ -29,11 +29,11 @@ from machine import machine
 from nibble_kernels.nvfp4_moe.gpu import (
     MAX_PAIRS,
     MAX_TOKENS,
-    PreparedExperts,
     nvfp4_moe_decode_linear,
-    nvfp4_moe_linear,
     nvfp4_weight_moe,
 )
+from nibble_kernels.nvfp4_moe.grouped import nvfp4_moe_linear
+from nibble_kernels.nvfp4_moe.weight import PreparedExperts
 from nvfp4_linear import interleaved, read_bandwidth
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 // Time of a layer of experts from the router's choices to the sum, in the shapes of Qwen3-30B-A3B and
-// Qwen3.6-35B-A3B, behind a stand-in for the router, in CUDA graphs in turns. Without torch.
+// Qwen3.6-35B-A3B, behind a stand-in for the router, in CUDA graphs in turns. Without torch. "Shared": with
+// the shared expert of each token in the same launch.
 //
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90a -I kernels/src/nibble_kernels \
 //     -I kernels/src/nibble_kernels/include -o experts_chain benchmarks/offline_gpu/experts_chain.cu
@@ -130,11 +131,9 @@ __global__ void __launch_bounds__(F::kThreads, F::kBlocks)
 }
 
 __global__ void __launch_bounds__(kSumThreads, kSumBlocks)
-    add_up(const int32_t* ids, uint32_t experts, const uint4* products, uint4* out, uint32_t tokens,
-           uint32_t topk, uint32_t pieces) {
+    add_up(const Chosen chosen, const uint4* products, uint4* out, uint32_t tokens, uint32_t pieces) {
   nibble::wait_for_kernel_before();
-  add_products<Bfloat>(blockIdx.x * kSumThreads + threadIdx.x, ids, experts, products, out, tokens, topk,
-                       pieces);
+  add_products<Bfloat>(blockIdx.x * kSumThreads + threadIdx.x, chosen, products, out, tokens, pieces);
 }
 
 __global__ void __launch_bounds__(Few::kThreads, 1)
@@ -148,8 +147,11 @@ __global__ void __launch_bounds__(Few::kThreads, 1)
 struct Shape {
   const char* name;
   uint32_t experts, inner, hidden;
+  bool has_shared;
 };
-constexpr Shape kShapes[] = {{"30b-a3b", 128, 768, 2048}, {"35b-a3b", 256, 512, 2048}};
+constexpr Shape kShapes[] = {{"30b-a3b", 128, 768, 2048, false},
+                             {"35b-a3b", 256, 512, 2048, false},
+                             {"35b-a3b, shared", 256, 512, 2048, true}};
 
 struct Prepared {
   uint32_t *codes, *scales;
@@ -174,7 +176,10 @@ class Bench {
     for (uint32_t i = 0; i < kLayers; ++i) {
       first_.push_back(prepare(shape.experts, 2 * shape.inner, shape.hidden, 0.01f, 4 * i));
       second_.push_back(prepare(shape.experts, shape.hidden, shape.inner, 0.02f, 4 * i + 2));
+      shared_first_.push_back(prepare(1, 2 * shape.inner, shape.hidden, 0.01f, 4 * i + 1));
+      shared_second_.push_back(prepare(1, shape.hidden, shape.inner, 0.02f, 4 * i + 3));
     }
+    shared_weights_ = copied(std::vector<uint16_t>(kMostTokens, 0x3e80));  // 0.25
     const uint32_t pairs = kMostTokens * kTopk;
     ids_ = allocate<int32_t>(pairs), weights_ = allocate<float>(pairs);
     x_ = allocate<Bfloat>(kMostTokens * shape.hidden);
@@ -211,7 +216,11 @@ class Bench {
       ids_from_.push_back(copied(ids)), weights_from_.push_back(copied(weights));
     }
   }
-  double megabytes() const { return used_ * 3 * shape_.hidden * shape_.inner * 9 / 16 / 1e6; }
+  Chosen chosen() const {
+    return {ids_, weights_, shape_.has_shared ? shared_weights_ : nullptr, kTopk, shape_.experts};
+  }
+  uint32_t pairs() const { return tokens_ * chosen().pairs_of_token(); }
+  double megabytes() const { return (used_ + shape_.has_shared) * 3 * shape_.hidden * shape_.inner * 9 / 16 / 1e6; }
   double used() const { return used_; }
 
   void enqueue_router(uint32_t call) {
@@ -224,19 +233,23 @@ class Bench {
   template <class F>
   Problem problem_of(uint32_t call) {
     Problem p{};
-    const auto weight = [&](const Prepared& w, uint32_t outputs, uint32_t columns) {
+    const auto weight = [&](const Prepared& w, uint32_t outputs, uint32_t columns, uint32_t experts) {
       Weight weight{};
       weight.global_scales = w.factors;
       weight.outputs = outputs, weight.chunks = quotient_up(columns, kChunk);
       weight.groups = outputs / 2 / decode::kGroup,
       weight.row_blocks = quotient_up(weight.groups, F::kGroups);
-      const uint32_t rows = shape_.experts * weight.groups;
+      const uint32_t rows = experts * weight.groups;
       weight.codes = map_of(w.codes, kCodeBytes / 4, weight.chunks, rows, F::kStageChunks, F::kGroups);
       weight.scales = map_of(w.scales, kScaleBytes / 4, weight.chunks, rows, F::kStageChunks, F::kGroups);
       return weight;
     };
-    p.first = weight(first_[call % kLayers], 2 * shape_.inner, shape_.hidden);
-    p.second = weight(second_[call % kLayers], shape_.hidden, shape_.inner);
+    const uint32_t layer = call % kLayers;
+    p.first = weight(first_[layer], 2 * shape_.inner, shape_.hidden, shape_.experts);
+    p.second = weight(second_[layer], shape_.hidden, shape_.inner, shape_.experts);
+    p.shared_first = weight(shared_first_[layer], 2 * shape_.inner, shape_.hidden, 1);
+    p.shared_second = weight(shared_second_[layer], shape_.hidden, shape_.inner, 1);
+    p.routed = shape_.experts;
     p.activation = {Function::silu, true, INFINITY, 1.0f, 0.0f};
     return p;
   }
@@ -244,21 +257,21 @@ class Bench {
   void enqueue_sum(uint32_t call, const void* products) {
     const uint32_t pieces = shape_.hidden / 8;
     check(launch_early(quotient_up(tokens_ * pieces, kSumThreads), kSumThreads, 0, stream_, add_up,
-                       static_cast<const int32_t*>(ids_), shape_.experts, static_cast<const uint4*>(products),
-                       reinterpret_cast<uint4*>(out_[call]), tokens_, kTopk, pieces));
+                       chosen(), static_cast<const uint4*>(products), reinterpret_cast<uint4*>(out_[call]),
+                       tokens_, pieces));
   }
 
   template <class F>
   void three_launches(uint32_t call) {
     Problem p = problem_of<F>(call);
-    const uint32_t pairs = tokens_ * kTopk;
-    const Workspace w =
-        Workspace::of<F>(pairs, shape_.experts, p.first.chunks, p.second.chunks, shape_.hidden);
+    const uint32_t experts = chosen().experts();
+    const Workspace w = Workspace::of<F>(pairs(), experts, p.first.chunks, p.second.chunks, shape_.hidden);
     Routing r{};
     Ordering o{};
-    r.ids = ids_, r.weights = weights_, r.pairs = pairs, r.experts = shape_.experts;
+    r.chosen = chosen(), r.pairs = pairs();
     r.most_tiles = p.most_tiles = w.most_tiles;
-    o.x = reinterpret_cast<const uint4*>(x_), o.topk = kTopk, o.columns = shape_.hidden;
+    o.x = reinterpret_cast<const uint4*>(x_), o.columns = shape_.hidden;
+    o.pairs_of_token = r.chosen.pairs_of_token();
     o.chunks = p.first.chunks, o.inner_columns = shape_.inner, o.inner_chunks = p.second.chunks;
     p.x = o.to = reinterpret_cast<uint4*>(work_ + w.x);
     o.inner = reinterpret_cast<uint4*>(work_ + w.inner);
@@ -272,7 +285,7 @@ class Bench {
     p.tile_count = r.tile_count = r.queue + 1;
     const uint32_t units = r.most_tiles * (o.chunks + 1) * F::kTokenGroups;
     check(launch_early(std::min<uint32_t>(multiprocessors_, quotient_up(units, kRouteWarps)), kRouteThreads,
-                       quotient_up(pairs, kLanes) * r.experts * 2, stream_, order_few<F>, r, o));
+                       quotient_up(r.pairs, kLanes) * experts * 2, stream_, order_few<F>, r, o));
     check(launch_early(blocks<F>(r.most_tiles, p), F::kThreads, F::kSharedBytes, stream_, multiply<F>, p));
     enqueue_sum(call, p.products);
   }
@@ -286,16 +299,14 @@ class Bench {
   template <class F>
   void few(uint32_t call) {
     Problem p = problem_of<F>(call);
-    const uint32_t pairs = tokens_ * kTopk;
     p.products = work_;
     p.inner = reinterpret_cast<uint32_t*>(work_ + (64 << 20));
     p.queue = zeros_, p.complete = FewCounters(zeros_).complete;
     Choices c{};
-    c.ids = ids_, c.weights = weights_, c.x = reinterpret_cast<const uint4*>(x_);
-    c.pairs = pairs, c.experts = shape_.experts, c.topk = kTopk, c.columns = shape_.hidden;
-    c.inner_columns = shape_.inner;
-    check(launch_early(blocks<F>(std::min(pairs, shape_.experts + pairs / F::kTokens), p), F::kThreads,
-                       F::kSharedBytes, stream_, multiply_few<F>, p, c));
+    c.chosen = chosen(), c.x = reinterpret_cast<const uint4*>(x_), c.pairs = pairs();
+    c.columns = shape_.hidden, c.inner_columns = shape_.inner;
+    const uint32_t tiles = std::min(c.pairs, c.chosen.experts() + c.pairs / F::kTokens);
+    check(launch_early(blocks<F>(tiles, p), F::kThreads, F::kSharedBytes, stream_, multiply_few<F>, p, c));
     enqueue_sum(call, p.products);
   }
 
@@ -367,11 +378,11 @@ class Bench {
   };
   std::vector<Variant> variants() {
     std::vector<Variant> some;
-    const int64_t taken = form_of(tokens_ * kTopk, shape_.experts);
+    const int64_t taken = form_of(pairs(), chosen().experts());
     const auto name = [&](const char* of_form, int64_t form) {
       return std::string(of_form) + (form == taken ? "*" : "");
     };
-    if (tokens_ <= 2) some.push_back({"decode", [this](uint32_t i) { decoded(i); }});
+    if (tokens_ <= 2 && !shape_.has_shared) some.push_back({"decode", [this](uint32_t i) { decoded(i); }});
     some.push_back({name("tiles", 8), [this](uint32_t i) { three_launches<Form8>(i); }});
     if (tokens_ <= 8)
       some.push_back({name("few, units of 4", kFew4), [this](uint32_t i) { few<FewForm4>(i); }});
@@ -446,7 +457,8 @@ class Bench {
   Shape shape_;
   cudaStream_t stream_;
   int multiprocessors_ = 0;
-  std::vector<Prepared> first_, second_;
+  std::vector<Prepared> first_, second_, shared_first_, shared_second_;
+  uint16_t* shared_weights_;
   int32_t* ids_;
   float* weights_;
   Bfloat *x_, *x_from_;

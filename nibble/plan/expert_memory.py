@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.expert_kernel import uses_our_experts
 from nibble.plan.expert_shapes import e4m3_shapes, expert_uses
@@ -46,9 +47,26 @@ def experts_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> i
         count = multiprocessors(inputs)
         return max((expert_bytes(use.shape, tokens, count) for use in uses), default=0)
     is_hopper = any(gpu.capability == HOPPER for gpu in inputs.hardware.gpus)
-    of_shape = tiles_bytes if is_hopper else dequantized_bytes
     e4m3 = (e4m3_bytes(shape, tokens) for shape in e4m3_shapes(checkpoint, values))
-    return max((*(of_shape(use.shape, tokens) for use in uses), *e4m3), default=0)
+    shared = is_hopper and has_shared_expert(checkpoint)
+    ours = (
+        tiles_bytes(with_shared(use.shape) if shared else use.shape, tokens)
+        if is_hopper
+        else dequantized_bytes(use.shape, tokens)
+        for use in uses
+    )
+    return max((*ours, *e4m3), default=0)
+
+
+def has_shared_expert(checkpoint: Checkpoint) -> bool:
+    """Whether the routed experts' kernel may compute a shared one: engine/plugin/shared_expert."""
+    return any(".shared_expert." in weight.module for weight in checkpoint.nvfp4)
+
+
+def with_shared(shape: Shape) -> Shape:
+    """A shared expert is one more of the layer and of each token."""
+    experts, chosen, *sizes = shape
+    return (experts + 1, chosen + 1, *sizes)
 
 
 def most_tokens(args: Mapping[str, Choice]) -> int:

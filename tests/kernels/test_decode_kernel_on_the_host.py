@@ -154,7 +154,7 @@ def test_each_pair_gets_its_experts_product(
     """More blocks than experts in use, and fewer; first with silu · mul from tokens, then
     weighted from pairs.
     """
-    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     codes, scales = experts_of()
     experts = prepare_experts(codes, scales, GLOBAL_SCALES, native=False)

@@ -56,33 +56,51 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_on_the_host("grouped.cpp", tmp_path_factory.mktemp("emulator"))
 
 
-class Layer:
-    """Experts with random weights, their prepared form and their sums in float64."""
+class Stored(ctypes.Structure):
+    """A weight's tensors, for the emulated kernel."""
 
-    def __init__(self, case: tuple[int, ...], function: str, gated: bool, *, biased: bool) -> None:
-        from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+    _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "global_scales", "bias")]
+
+
+class Layer:
+    """Experts with random weights, their prepared form and their sums in float64. `shared`: the
+    last expert is the shared one of every token.
+    """
+
+    def __init__(
+        self,
+        case: tuple[int, ...],
+        function: str = "silu",
+        gated: bool = True,
+        *,
+        biased: bool = False,
+        shared: bool = False,
+    ) -> None:
+        from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
         self.form, self.blocks, tokens, self.topk, self.experts, self.hidden, self.inner = case
         self.function, self.gated = function, gated
+        self.shared, all_experts = shared, self.experts + shared
         rows = self.inner * (2 if gated else 1)
         self.limit, self.alpha, self.beta = (2.0, 1.702, 1.0) if biased else (math.inf, 1.0, 0.0)
         self.weights = [
-            [packed_weight(rows, self.hidden, 2 * seed) for seed in range(self.experts)],
-            [packed_weight(self.hidden, self.inner, 2 * seed + 1) for seed in range(self.experts)],
+            [packed_weight(rows, self.hidden, 2 * seed) for seed in range(all_experts)],
+            [packed_weight(self.hidden, self.inner, 2 * seed + 1) for seed in range(all_experts)],
         ]
         generator = torch.Generator().manual_seed(tokens)
         self.factors = [
-            torch.rand(self.experts, 2, generator=generator) * 1e-5 + 1e-6,
-            (torch.rand(self.experts, 1, generator=generator) * 1e-3 + 1e-4).expand(-1, 2),
+            torch.rand(all_experts, 2, generator=generator) * 1e-5 + 1e-6,
+            (torch.rand(all_experts, 1, generator=generator) * 1e-3 + 1e-4).expand(-1, 2),
         ]
         self.biases = [
-            torch.randn(self.experts, count, generator=generator).bfloat16() if biased else None
+            torch.randn(all_experts, count, generator=generator).bfloat16() if biased else None
             for count in (rows, self.hidden)
         ]
-        self.prepared = []
-        for weights, factors in zip(self.weights, self.factors, strict=True):
-            codes, scales = (torch.stack(parts) for parts in zip(*weights, strict=True))
-            self.prepared.append(prepare_experts(codes, scales, factors, native=False))
+        self.prepared = []  # of the routed experts, then of the shared one
+        for some in (slice(self.experts), slice(self.experts, None))[: 1 + shared]:
+            for weights, factors in zip(self.weights, self.factors, strict=True):
+                codes, scales = (torch.stack(parts) for parts in zip(*weights[some], strict=True))
+                self.prepared.append(prepare_experts(codes, scales, factors[some], native=False))
         self.x = activations(tokens, self.hidden, torch.bfloat16) / 64
         self.ids = torch.stack(
             [
@@ -93,17 +111,29 @@ class Layer:
         self.ids[self.ids == self.experts] = -1
         self.ids[0, 0] = 0
         self.router = torch.rand(tokens, self.topk, generator=generator)
+        self.shared_weights = torch.rand(tokens, generator=generator).bfloat16() if shared else None
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Experts and weights of each token's pairs."""
+        if self.shared_weights is None:
+            return self.ids, self.router
+        more = torch.full((len(self.x), 1), self.experts, dtype=torch.int32)
+        weights = torch.cat((self.router, self.shared_weights.float()[:, None]), dim=1)
+        return torch.cat((self.ids, more), dim=1), weights
 
     def products(self, library: ctypes.CDLL, late: bool = True) -> Tensor:
         """[pairs, hidden]; NaN for the pairs of other processes' experts."""
-        out = torch.full((self.ids.numel(), self.hidden), float("nan"), dtype=torch.bfloat16)
+        pairs = self.pairs()[0].numel()
+        out = torch.full((pairs, self.hidden), float("nan"), dtype=torch.bfloat16)
         pointer = self._pointer
-        first, second = self.prepared
+        stored = (Stored * 4)()
+        for place, parts in enumerate(self.prepared):
+            bias = self.biases[place] if place < 2 else None
+            stored[place] = Stored(*(pointer(part) for part in (*parts[:3], bias)))
         arguments: list[Any] = [pointer(self.x), pointer(self.ids), pointer(self.router)]
+        arguments += [pointer(self.shared_weights)]
         arguments += [len(self.x), self.topk, self.experts, self.hidden, self.inner]
-        for parts, bias in zip((first, second), self.biases, strict=True):
-            arguments += [pointer(part) for part in (*parts[:3], bias)]
-        arguments += [pointer(out), FUNCTIONS.index(self.function), self.gated]
+        arguments += [stored, pointer(out), FUNCTIONS.index(self.function), self.gated]
         arguments += [ctypes.c_float(one) for one in (self.limit, self.alpha, self.beta)]
         library.multiply_experts_on_the_host.restype = ctypes.c_bool
         assert library.multiply_experts_on_the_host(late, self.form, self.blocks, *arguments)
@@ -116,14 +146,15 @@ class Layer:
     def exact(self) -> Tensor:
         from nibble_kernels.nvfp4_moe.reference import activate
 
-        out = torch.full((self.ids.numel(), self.hidden), float("nan"), dtype=torch.float64)
-        for pair, expert in enumerate(self.ids.flatten().tolist()):
+        ids, weights = self.pairs()
+        out = torch.full((ids.numel(), self.hidden), float("nan"), dtype=torch.float64)
+        for pair, expert in enumerate(ids.flatten().tolist()):
             if expert < 0:
                 continue
-            h = self._multiply(0, expert, self.x[pair // self.topk].double())
+            h = self._multiply(0, expert, self.x[pair // ids.shape[1]].double())
             limits = (self.limit, self.alpha, self.beta)
             h = activate(h, self.function, self.gated, False, *limits).bfloat16().double()
-            out[pair] = self._multiply(1, expert, h) * self.router.flatten()[pair].double()
+            out[pair] = self._multiply(1, expert, h) * weights.flatten()[pair].double()
         return out
 
     def _multiply(self, which: int, expert: int, x: Tensor) -> Tensor:
@@ -145,7 +176,15 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_pair_gets_its_experts_output(library: ctypes.CDLL, case: tuple[int, ...]) -> None:
-    layer = Layer(case, "silu", gated=True, biased=False)
+    layer = Layer(case)
+    assert_close(layer.products(library), layer.exact())
+
+
+@pytest.mark.parametrize("case", [*CASES[:3], *CASES[4:7], *CASES[8:]], ids=str)
+def test_a_shared_expert_is_one_more_of_every_token(
+    library: ctypes.CDLL, case: tuple[int, ...]
+) -> None:
+    layer = Layer(case, shared=True)
     assert_close(layer.products(library), layer.exact())
 
 
@@ -164,13 +203,13 @@ def test_activations_and_biases(
 def test_copies_that_are_over_at_once_give_the_same_bits(
     library: ctypes.CDLL, case: tuple[int, ...]
 ) -> None:
-    layer = Layer(case, "silu", gated=True, biased=False)
+    layer = Layer(case)
     assert_same_bits((layer.products(library, late=False),), (layer.products(library),))
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[6], CASES[10], CASES[11]], ids=str)
 def test_a_token_does_not_depend_on_the_others(library: ctypes.CDLL, case: tuple[int, ...]) -> None:
-    layer = Layer(case, "silu", gated=True, biased=False)
+    layer = Layer(case)
     everything = layer.products(library)
     layer.x, layer.ids, layer.router = (
         part[5:].contiguous() for part in (layer.x, layer.ids, layer.router)

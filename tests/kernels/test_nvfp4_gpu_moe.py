@@ -24,7 +24,7 @@ def experts_of(outputs: int = OUTPUTS, columns: int = COLUMNS) -> tuple[Tensor, 
 
 
 def prepared(device: str, weight: tuple[Tensor, Tensor], global_scales: Tensor) -> Any:
-    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     codes, scales = (part.to(device) for part in weight)
     return prepare_experts(codes, scales, global_scales.to(device), native=False)
@@ -61,7 +61,8 @@ def device(request: pytest.FixtureRequest, kernels: Any) -> str:
 def test_each_pair_gets_its_experts_product(
     device: str, tokens: int, topk: int, by_pair: bool
 ) -> None:
-    from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_decode_linear, prepare_experts
+    from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_decode_linear
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     codes, scales = experts_of()
     ids, weights = choices(tokens, topk), torch.rand(tokens, topk)
@@ -81,7 +82,8 @@ def test_each_pair_gets_its_experts_product(
 
 
 def test_silu_mul_joins_gate_and_up_with_their_own_global_scales(device: str) -> None:
-    from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_decode_linear, prepare_experts
+    from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_decode_linear
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     codes, scales = experts_of()
     ids, x = choices(5, 3), activations(5, COLUMNS, torch.bfloat16) / 16
@@ -95,7 +97,7 @@ def test_silu_mul_joins_gate_and_up_with_their_own_global_scales(device: str) ->
 
 
 def test_prepared_experts_have_a_global_scale_for_each_half(kernels: object) -> None:
-    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     codes, scales = experts_of()
     one = prepare_experts(codes, scales, GLOBAL_SCALES[:, 0], native=True)
@@ -163,7 +165,7 @@ def test_products_are_added_up_in_the_order_of_the_choices(
 def test_all_experts_are_dequantized_at_once(device: str) -> None:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
     from nibble_kernels.nvfp4_linear.weight import PreparedWeight
-    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     codes, scales = experts_of()
     expected = torch.stack([values_of(*expert) for expert in zip(codes, scales, strict=True)])
@@ -179,7 +181,8 @@ def test_all_experts_are_dequantized_at_once(device: str) -> None:
 
 
 def test_the_operators_are_registered_soundly(device: str) -> None:
-    from nibble_kernels.nvfp4_moe.gpu import SILU, prepare_experts
+    from nibble_kernels.nvfp4_moe.grouped import NOT_SHARED, SILU
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     codes, scales = experts_of()
     experts = prepare_experts(
@@ -192,7 +195,7 @@ def test_the_operators_are_registered_soundly(device: str) -> None:
     outer = prepared(device, experts_of(32, 48), GLOBAL_SCALES)
     x = activations(4, 32, torch.bfloat16).to(device)
     parts = (*inner[:3], None, inner.rows, *outer[:3], None, outer.rows)
-    layer = (x, torch.rand(4, 2, device=device), ids, *parts, False, *SILU)
+    layer = (x, torch.rand(4, 2, device=device), ids, *parts, False, *SILU, *NOT_SHARED)
     torch.library.opcheck(torch.ops.nibble.nvfp4_weight_moe.default, layer)
 
 
@@ -201,11 +204,11 @@ def test_experts_prepared_some_at_a_time_are_those_prepared_one_by_one(
 ) -> None:
     """Temporary tensors of a whole layer would not fit beside a model."""
     from nibble_kernels.nvfp4_linear.weight import prepare_weight
-    from nibble_kernels.nvfp4_moe import gpu
+    from nibble_kernels.nvfp4_moe import weight
 
     codes, scales = experts_of(24, 160)
-    monkeypatch.setattr(gpu, "_PREPARED_BYTES", 4 * codes[0].numel())
-    experts = gpu.prepare_experts(codes, scales, torch.ones(EXPERTS), native=False)
+    monkeypatch.setattr(weight, "_PREPARED_BYTES", 4 * codes[0].numel())
+    experts = weight.prepare_experts(codes, scales, torch.ones(EXPERTS), native=False)
     for number in range(EXPERTS):
         alone = prepare_weight(codes[number], scales[number], native=False)
         assert torch.equal(experts.codes[number], alone.codes)

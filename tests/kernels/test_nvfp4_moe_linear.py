@@ -16,7 +16,7 @@ from tests.support.kernels.kernel_cases import assert_same_bits, values_of
 
 pytestmark = pytest.mark.when_changed(*OPERATORS)
 FORMS = (8, 16, 32, 64, 128)  # tokens of a tile
-FEW, MOST_FEW_PAIRS = (-4, -8), 512  # groups of a unit in the forms for few pairs
+FEW, MOST_FEW_PAIRS = (-4, -8), 640  # groups of a unit in the forms for few pairs
 SILU = ("silu", True, math.inf, 1.0, 0.0)
 ACTIVATIONS = [
     SILU,
@@ -48,7 +48,7 @@ class Layer:
         self.w2, self.second = self._weight(experts, hidden, inner)
 
     def _weight(self, experts: int, rows: int, columns: int) -> tuple[Any, list[Tensor]]:
-        from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+        from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
         generator = torch.Generator().manual_seed(rows)
         codes = torch.randint(
@@ -81,6 +81,15 @@ class Layer:
             y[pairs] = products * weights.flatten()[pairs].double()[:, None]
         return y.unflatten(0, (-1, self.topk)).sum(1)
 
+    def shared(self, weights: Tensor) -> Any:
+        """The last expert as a shared one with these weights [T, 1]."""
+        from nibble_kernels.nvfp4_moe.grouped import SharedExpert
+
+        last = [part._replace(codes=part.codes[-1:].clone(), scales=part.scales[-1:].clone(),
+                global_scales=part.global_scales[-1:].clone())
+                for part in (self.w13, self.w2)]  # fmt: skip
+        return SharedExpert(weights.to(self.device, torch.bfloat16), *last)
+
     def _product(self, which: int, expert: int, x: Tensor, biases: Biases) -> Tensor:
         values = (self.first, self.second)[which][expert].double()
         factors = (self.w13, self.w2)[which].global_scales[expert].cpu().double()
@@ -91,7 +100,7 @@ class Layer:
     def run(
         self, routed: Routed, activation: tuple[Any, ...] = SILU, *, form: int = 0, **biases: Any
     ) -> Tensor:
-        from nibble_kernels.nvfp4_moe.gpu import nvfp4_moe_linear
+        from nibble_kernels.nvfp4_moe.grouped import nvfp4_moe_linear
 
         names = ("function", "gated", "limit", "alpha", "beta")
         formula = dict(zip(names, activation, strict=True))
@@ -156,6 +165,25 @@ def test_the_specification_and_every_form_give_the_sum(
         assert not found[0].any()  # all of its experts are another process's
 
 
+def test_a_shared_expert_is_one_more_of_every_token(device: str) -> None:
+    """By every form, for few tokens and many, with experts of other processes."""
+    shapes = [SMALL] if device == "cpu" else [SMALL, (256, 8, 2048, 512), (512, 10, 1024, 512)]
+    for shape in shapes:
+        layer = Layer(shape, True, device)
+        for tokens in (1, 5, 20) if device == "cpu" else (1, 5, 20, 64, 150):
+            given = routed("others", tokens, shape, device)
+            weights = torch.rand(tokens, 1, generator=torch.Generator().manual_seed(0)).bfloat16()
+            ids = torch.full((tokens, 1), shape[0] - 1, dtype=torch.int32)
+            alone = Routed(given.x, weights.float().to(device), ids.to(device))
+            layer.topk = 1
+            exact = layer.exact(alone, SILU, (None, None))
+            layer.topk = shape[1]
+            exact += layer.exact(given, SILU, (None, None))
+            few = FEW if tokens * (shape[1] + 1) <= MOST_FEW_PAIRS else ()
+            for form in (0,) if device == "cpu" else (0, *few, *FORMS):
+                assert_close(layer.run(given, form=form, shared=layer.shared(weights)), exact)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "one expert", "each", "twice", "others"])
@@ -213,8 +241,11 @@ def test_replays_and_batch_mates(kernels: Any) -> None:
 
 
 def test_the_operator_is_registered_soundly(device: str) -> None:
+    from nibble_kernels.nvfp4_moe.grouped import NOT_SHARED
+
     layer = Layer(SMALL, True, device)
     w13, w2 = layer.w13, layer.w2
     parts = (*w13[:3], None, w13.rows, *w2[:3], None, w2.rows)
-    arguments = (*routed("uniform", 4, SMALL, device), *parts, 0, *SILU[1:], 0)
-    torch.library.opcheck(torch.ops.nibble.nvfp4_moe_linear.default, arguments)
+    for shared in (NOT_SHARED, layer.shared(torch.ones(4, 1)).tensors):
+        given = (*routed("uniform", 4, SMALL, device), *parts, 0, *SILU[1:], *shared, 0)
+        torch.library.opcheck(torch.ops.nibble.nvfp4_moe_linear.default, given)

@@ -37,8 +37,8 @@ NAMES = [f"{shape}, {choose.__name__}" for shape, choose in LAYERS]
 
 
 def multiply(layer: Layer, device: str = "cpu", **options: Any) -> Tensor:
-    from nibble_kernels.nvfp4_moe.gpu import PreparedExperts
     from nibble_kernels.nvfp4_moe.w4a4 import nvfp4_w4a4_moe
+    from nibble_kernels.nvfp4_moe.weight import PreparedExperts
 
     def on_device(one: Any) -> Any:
         codes, scales, factors = (part.to(device) for part in one[:3])

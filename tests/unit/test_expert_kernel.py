@@ -21,6 +21,8 @@ from nibble.plan.w4a4_memory import expert_bytes
 from nibble.serve import first_trials
 from nibble.trials.trial import Outcome, Verdict
 from tests.support.hardware import SM120, SPARK
+from tests.support.models.generated_hybrid import HybridShape
+from tests.support.models.generated_nvfp4 import write_checkpoint as write_generated
 from tests.support.models.tiny_checkpoint import OTHER_FAMILY, linear, stacked, write_checkpoint
 from tests.support.models.tiny_model import MODELOPT_NVFP4
 from tests.support.tried_machine import Machine
@@ -427,6 +429,17 @@ def test_the_workspace_is_in_the_budget(hopper: Machine, experts: Path) -> None:
     theirs = hopper.plan(experts, "--moe-kernel", "vllm", *words).budget.workspace_bytes
     ours = hopper.plan(experts, "--moe-kernel", "nibble", *words).budget.workspace_bytes
     assert ours - theirs == tiles_bytes((4, 2, 64, 32, 2), 4096) > 0
+
+
+def test_the_workspace_counts_a_shared_expert_as_one_more_of_each_token(
+    hopper: Machine, tmp_path: Path
+) -> None:
+    shape = HybridShape(layers=4, hidden=64, intermediate=32, experts=4, chosen=2)
+    folder = write_generated(tmp_path / "hybrid", shape, "modelopt")
+    words = ["--max-num-batched-tokens", "4096"]
+    theirs = hopper.plan(folder, "--moe-kernel", "vllm", *words).budget.workspace_bytes
+    ours = hopper.plan(folder, "--moe-kernel", "nibble", *words).budget.workspace_bytes
+    assert ours - theirs == tiles_bytes((5, 3, 64, 32, 2), 4096)
 
 
 def test_other_gpus_have_the_larger_weight_of_all_experts_in_bf16(

@@ -11,6 +11,7 @@
 - gated_delta.py: linear attention with the gated delta rule in few launches.
 - loaded_models.py: what changes of loaded models share.
 - fuse_router.py: a router of experts, and the norm in front of it, as one kernel.
+- shared_expert.py: a shared expert as one more of the routed ones.
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
 - cpu_seeds.py: requests with a seed on the CPU.

@@ -11,13 +11,9 @@ from nibble_kernels.library import load
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, wants_native
 from nibble_kernels.nvfp4_moe import Activation, activation_of
-from nibble_kernels.nvfp4_moe.gpu import (
-    FUNCTIONS,
-    MAX_EXPERTS,
-    PreparedExperts,
-    nvfp4_weight_moe,
-    prepare_experts,
-)
+from nibble_kernels.nvfp4_moe.gpu import nvfp4_weight_moe
+from nibble_kernels.nvfp4_moe.grouped import FUNCTIONS, MAX_EXPERTS
+from nibble_kernels.nvfp4_moe.weight import PreparedExperts, prepare_experts
 from nibble_kernels.nvfp4_sparse import SparseWeight, nvfp4_sparse_weight_linear
 from torch import Tensor
 from torch.nn import Parameter
@@ -38,6 +34,7 @@ from nibble.engine.plugin.options import current_options
 from nibble.engine.plugin.sparse import keep_experts_dense, pack_if_sparse
 
 WEIGHTS = ("w13", "w2")
+JOINED = "nibble_shared_expert"  # of vLLM's routed experts: shared_expert.JoinedExpert
 
 
 def runs_here() -> tuple[bool, str | None]:
@@ -185,12 +182,14 @@ class GpuExperts(Experts):
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        *shared: object,
-        **rest: object,
+        shared_experts: object = None,
+        shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """The sum of the routed experts. vLLM's runner has computed the shared experts (vllm 0.32
+        """The sum of the routed experts, and of the shared one where they compute it: then
+        shared_experts_input has its weights. Else vLLM's runner computes it (vllm 0.32
         moe_runner.py:617).
         """
+        joined = None if shared_experts_input is None else getattr(layer, JOINED, None)
         return nvfp4_weight_moe(
             x,
             topk_weights,
@@ -199,6 +198,7 @@ class GpuExperts(Experts):
             self._experts(layer, "w2"),
             w13_bias=getattr(layer, "w13_bias", None),
             w2_bias=getattr(layer, "w2_bias", None),
+            shared=joined and joined.of(shared_experts_input),
             **self.formula,
         )
 
@@ -256,3 +256,6 @@ class NibbleModelOptNvFp4MoE(GpuExperts, ModelOptExperts):
 @reported_as(GPU_EXPERTS[1])
 class NibbleCompressedTensorsNvFp4MoE(GpuExperts, CompressedTensorsExperts):
     """Experts of compressed-tensors checkpoints in nibble's GPU kernel."""
+
+
+WEIGHT_ONLY = (NibbleModelOptNvFp4MoE, NibbleCompressedTensorsNvFp4MoE)

@@ -5,9 +5,10 @@ of the logits in vLLM's runner, so that vLLM's capture of routed experts, shared
 reductions stay as they are. Objects keep their attributes and names: their class becomes a
 subclass.
 
-With the norm comes the factor of a shared expert, sigmoid of its gate's product. The block
-multiplies by it where it adds the shared expert's output, which torch compiles into one kernel with
-the next norm.
+With the norm comes the factor of a shared expert, sigmoid of its gate's product. The routed
+experts' kernel takes it with the expert (shared_expert.py). Where it does not, the block multiplies
+by it where it adds the shared expert's output, which torch compiles into one kernel with the next
+norm.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from nibble.engine.plugin.cuda import GpuExperts
 from nibble.engine.plugin.layers import name_of
 from nibble.engine.plugin.loaded_models import Unsuitable, after_loading
 from nibble.engine.plugin.require import required, required_of_instances
+from nibble.engine.plugin.shared_expert import join, joined
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of loggers below this name
 
@@ -64,6 +66,10 @@ OTHER_CHOICES = {
 # the block and to the next layer unchanged.
 BLOCKS = frozenset("Qwen3MoeSparseMoeBlock Qwen3NextSparseMoeBlock".split())
 LAYERS = frozenset("Qwen3MoeDecoderLayer Qwen3NextDecoderLayer Qwen3_5DecoderLayer".split())
+SHARED = ("scales_shared", "joins_shared")  # attributes of a fused block
+
+# What vLLM computes and why -> the names of the layers.
+Reasons = dict[tuple[str, str], list[str]]
 
 
 class Route(NamedTuple):
@@ -88,6 +94,7 @@ def follow_loading() -> None:
     shared = ("_shared_experts", "_forward_entry", "routed_output_transform")
     required_of_instances(MoERunner, *shared, "routed_scaling_factor")
     required(MoERunner, "_encode_layer_name", "self")
+    required(MoERunner, "_select_forward", "self")
     required_of_instances(SharedExperts, "_layer")
     required_of_instances(Qwen2MoeMLP, "expert_gate")
     required_of_instances(FusedMoEConfig, "moe_parallel_config", "hidden_dim")
@@ -113,19 +120,38 @@ def fuse_routers(model: nn.Module) -> None:
     """Fuse the router of each layer of experts that nibble's GPU kernels compute, where its choice
     is the kernel's, and the norm in front of it where the layer's class is known.
     """
-    reasons: dict[str, list[str]] = {}
+    reasons: Reasons = {}
     fused: dict[int, Route] = {}  # by the runner's id
     for runner in _runners(model):
+        if (expert := joined(runner)) is not None:
+            expert.follow()
+        if hasattr(runner.router, "fused_gate"):
+            continue  # weights were loaded again
         try:
             fused[id(runner)] = fuse_router(runner)
         except Unsuitable as reason:
-            reasons.setdefault(str(reason), []).append(name_of(runner))
+            _remember(reasons, "router of experts", reason, runner)
     blocks = [block for layer in list(model.modules()) if (block := _fuse_norm(layer, fused))]
+    for block in blocks:
+        if block.scales_shared:
+            try:
+                join(block.shared_expert, block.experts)
+                block.joins_shared = True
+            except Unsuitable as reason:
+                _remember(reasons, "shared expert", reason, block.experts)
     if fused:
-        text = "nibble's router of experts: %d layers, %d with their norm, %d with a shared gate"
-        logger.info(text, len(fused), len(blocks), sum(block.scales_shared for block in blocks))
-    for reason, names in reasons.items():
-        logger.info("vLLM's router of experts: %d layers (%s): %s", len(names), names[0], reason)
+        text = (
+            "nibble's router of experts: %d layers, %d with their norm, %d with a shared gate, %d"
+            " with the shared expert among the routed ones"
+        )
+        counts = [sum(getattr(block, name) for block in blocks) for name in SHARED]
+        logger.info(text, len(fused), len(blocks), *counts)
+    for (what, why), names in reasons.items():
+        logger.info("vLLM's %s: %d layers (%s): %s", what, len(names), names[0], why)
+
+
+def _remember(reasons: Reasons, what: str, why: Unsuitable, runner: Any) -> None:
+    reasons.setdefault((what, str(why)), []).append(name_of(runner))
 
 
 def _runners(model: nn.Module) -> Iterator[Any]:
@@ -247,7 +273,7 @@ def _fuse_norm(layer: Any, fused: dict[int, Route]) -> Any:
     norm.__class__ = _norm_class(type(norm))
     # Tuples, so that the gates are not the norm's submodules.
     norm.fused_gate, norm.shared_gate = (runner.gate,), (_take_shared_gate(block),)
-    block.scales_shared = norm.shared_gate != (None,)
+    block.scales_shared, block.joins_shared = norm.shared_gate != (None,), False
     block.__class__ = _block_class(type(block))
     runner.gate = None
     return block
@@ -321,8 +347,13 @@ def _experts_of_routed(self: Any, hidden_states: tuple[Tensor, ...], *rest: Any)
     runner = self.experts
     if not self.scales_shared:
         return runner(hidden_states=x, router_logits=choices)
-    # Of the runner's forward what is left on one GPU, without transforms and padding.
-    shared, routed = runner._forward_entry(x, choices, x, None, runner._encode_layer_name(), 0)
+    # Of the runner's forward what is left on one GPU, without transforms and padding. vLLM gives
+    # the routed experts what its shared one would get.
+    given = factors if self.joins_shared else x
+    found = runner._forward_entry(x, choices, given, None, runner._encode_layer_name(), 0)
+    if self.joins_shared:
+        return found
+    shared, routed = found
     return shared * factors + routed
 
 

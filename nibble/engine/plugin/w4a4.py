@@ -12,7 +12,7 @@ import torch
 from nibble_kernels.nvfp4_linear.w4a4 import COLUMN_MULTIPLE, nvfp4_w4a4_weight_linear
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
 from nibble_kernels.nvfp4_moe import Activation, activation_of
-from nibble_kernels.nvfp4_moe.gpu import FUNCTIONS, MAX_EXPERTS
+from nibble_kernels.nvfp4_moe.grouped import FUNCTIONS, MAX_EXPERTS
 from nibble_kernels.nvfp4_moe.w4a4 import nvfp4_w4a4_moe
 from torch import Tensor
 from torch.nn import Parameter

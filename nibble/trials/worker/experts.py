@@ -34,7 +34,7 @@ from nibble.trials.worker.truth import (
 )
 
 if TYPE_CHECKING:
-    from nibble_kernels.nvfp4_moe.gpu import PreparedExperts
+    from nibble_kernels.nvfp4_moe.weight import PreparedExperts
 
 # h is rounded to BF16 between the products. Where it is rounded to FP4, another order of its sums
 # may choose another code.
@@ -237,7 +237,7 @@ def _w4a4(layer: Layer) -> Call:
 
 
 def _prepared(layer: Layer, native: bool) -> Iterator[PreparedExperts]:
-    from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+    from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
     for codes, scales in zip(layer.codes, layer.scales, strict=True):
         yield prepare_experts(codes, scales, layer.factors, native)

@@ -8,9 +8,10 @@ namespace {
 
 struct Layer {
   const uint16_t* x;
-  const int32_t* ids;
-  const float* weights;
-  uint32_t tokens, topk, experts, hidden, inner;
+  Chosen chosen;
+  uint32_t tokens, hidden, inner;
+
+  uint32_t pairs() const { return tokens * chosen.pairs_of_token(); }
 };
 
 // What route.cuh leaves: tiles, pairs and weights in their order, x as the products read it.
@@ -22,12 +23,12 @@ struct Routed {
   std::vector<uint32_t> x;
 
   Routed(const Layer& layer, uint32_t chunks) {
-    for (uint32_t expert = 0; expert < layer.experts; ++expert) {
+    for (uint32_t expert = 0; expert < layer.chosen.experts(); ++expert) {
       const uint32_t begin = pairs.size();
-      for (uint32_t pair = 0; pair < layer.tokens * layer.topk; ++pair) {
-        if (layer.ids[pair] != static_cast<int32_t>(expert)) continue;
+      for (uint32_t pair = 0; pair < layer.pairs(); ++pair) {
+        if (layer.chosen.expert_of(pair) != static_cast<int32_t>(expert)) continue;
         pairs.push_back(pair);
-        weights.push_back(layer.weights[pair]);
+        weights.push_back(layer.chosen.weight_of(pair));
       }
       for (uint32_t first = begin; first < pairs.size(); first += Form::kTokens)
         tiles.push_back({expert, first, min<uint32_t>(Form::kTokens, pairs.size() - first), 0});
@@ -36,7 +37,8 @@ struct Routed {
     x.resize(tiles.size() * chunks * words);
     for (uint32_t tile = 0; tile < tiles.size(); ++tile) {
       for (uint32_t token = 0; token < tiles[tile].count; ++token) {
-        const uint16_t* row = layer.x + size_t{pairs[tiles[tile].first + token] / layer.topk} * layer.hidden;
+        const uint32_t pair = pairs[tiles[tile].first + token];
+        const uint16_t* row = layer.x + size_t{pair / layer.chosen.pairs_of_token()} * layer.hidden;
         for (uint32_t column = 0; column < layer.hidden; column += 2) {
           const size_t chunk = size_t{tile} * chunks + column / kChunk;
           x[chunk * words + Form::word_of(token, column)] = row[column] | uint32_t{row[column + 1]} << 16;
@@ -65,7 +67,7 @@ Weight weight_of(const void* codes, const void* scales, const void* global_scale
 
 template <class Form>
 void set_boxes(Problem& p) {
-  for (Weight* weight : {&p.first, &p.second}) {
+  for (Weight* weight : {&p.first, &p.second, &p.shared_first, &p.shared_second}) {
     weight->row_blocks = quotient_up(weight->groups, Form::kGroups);
     for (CUtensorMap* map : {&weight->codes, &weight->scales}) {
       map->box_rows = Form::kGroups;
@@ -104,17 +106,14 @@ void run(Problem p, const Layer& layer, uint32_t blocks) {
 template <class Form>
 bool run_few_twice(Problem p, const Layer& layer, uint32_t blocks) {
   set_boxes<Form>(p);
-  const uint32_t pairs = layer.tokens * layer.topk;
+  const uint32_t pairs = layer.pairs();
   std::vector<uint32_t> words(FewCounters::kWords);
   const FewCounters counters(words.data());
   p.queue = counters.queue;
   p.complete = counters.complete;
-  const Choices choices{.ids = layer.ids,
-                        .weights = layer.weights,
+  const Choices choices{.chosen = layer.chosen,
                         .x = reinterpret_cast<const uint4*>(layer.x),
                         .pairs = pairs,
-                        .experts = layer.experts,
-                        .topk = layer.topk,
                         .columns = layer.hidden,
                         .inner_columns = layer.inner};
   for (uint32_t launch = 0; launch < 2; ++launch) {
@@ -133,23 +132,34 @@ bool run_few_twice(Problem p, const Layer& layer, uint32_t blocks) {
 
 }  // namespace
 
-// False if counters that must be zero are not.
+// A weight's tensors: weight.py.
+struct Stored {
+  const void *codes, *scales, *global_scales, *bias;
+};
+
+// stored: of the experts' first and second weight, and of the shared expert's; without shared_weights, these
+// are not read. False if counters that must be zero are not.
 extern "C" bool multiply_experts_on_the_host(bool late, int32_t form, uint32_t blocks, const void* x,
-                                             const int32_t* ids, const float* weights, uint32_t tokens,
-                                             uint32_t topk, uint32_t experts, uint32_t hidden, uint32_t inner,
-                                             const void* codes, const void* scales, const void* global_scales,
-                                             const void* bias, const void* second_codes,
-                                             const void* second_scales, const void* second_global_scales,
-                                             const void* second_bias, void* products, uint32_t function,
+                                             const int32_t* ids, const float* weights,
+                                             const uint16_t* shared_weights, uint32_t tokens, uint32_t topk,
+                                             uint32_t experts, uint32_t hidden, uint32_t inner,
+                                             const Stored* stored, void* products, uint32_t function,
                                              bool gated, float limit, float alpha, float beta) {
   emulated_is_late = late;
   Problem p{};
-  p.first = weight_of(codes, scales, global_scales, bias, gated ? 2 * inner : inner, hidden, experts);
-  p.second =
-      weight_of(second_codes, second_scales, second_global_scales, second_bias, hidden, inner, experts);
+  const auto first = [&](const Stored& s, uint32_t count) {
+    return weight_of(s.codes, s.scales, s.global_scales, s.bias, gated ? 2 * inner : inner, hidden, count);
+  };
+  const auto second = [&](const Stored& s, uint32_t count) {
+    return weight_of(s.codes, s.scales, s.global_scales, s.bias, hidden, inner, count);
+  };
+  p.first = first(stored[0], experts), p.second = second(stored[1], experts);
+  p.shared_first = first(stored[2], 1), p.shared_second = second(stored[3], 1);
+  p.routed = experts;
   p.products = products;
   p.activation = {static_cast<Function>(function), gated, limit, alpha, beta};
-  const Layer layer{static_cast<const uint16_t*>(x), ids, weights, tokens, topk, experts, hidden, inner};
+  const Chosen chosen{ids, weights, shared_weights, topk, experts};
+  const Layer layer{static_cast<const uint16_t*>(x), chosen, tokens, hidden, inner};
   if (form == kFew4) return run_few_twice<FewForm4>(p, layer, blocks);
   if (form == kFew8) return run_few_twice<FewForm8>(p, layer, blocks);
   if (form == 8) run<Form8>(p, layer, blocks);

@@ -88,9 +88,10 @@ void run(const Layer& layer, uint32_t blocks) {
   multiply(layer.second, layer.inner, w.quantized_inner, layer.products, true);
   const uint32_t pieces = layer.second.outputs / nibble::kVector;
   launch(layer.tokens * pieces / 32 + 1, 32, 16, [&](uint4*) {
-    nibble::experts::add_products<T>(blockIdx.x * 32 + threadIdx.x, layer.ids, layer.experts,
+    const nibble::experts::Chosen chosen{layer.ids, nullptr, nullptr, layer.topk, layer.experts};
+    nibble::experts::add_products<T>(blockIdx.x * 32 + threadIdx.x, chosen,
                                      reinterpret_cast<const uint4*>(layer.products),
-                                     reinterpret_cast<uint4*>(layer.out), layer.tokens, layer.topk, pieces);
+                                     reinterpret_cast<uint4*>(layer.out), layer.tokens, pieces);
   });
   for (uint32_t i = 0; i < routing.counts[1]; ++i) {
     layer.places[2 * i] = routing.ordered[i].number;

@@ -73,7 +73,7 @@ class Layer:
     activation: tuple[float, float, float] = field(init=False)  # limit, alpha, beta
 
     def __post_init__(self) -> None:
-        from nibble_kernels.nvfp4_moe.gpu import prepare_experts
+        from nibble_kernels.nvfp4_moe.weight import prepare_experts
 
         generator = torch.Generator().manual_seed(self.seed)
         self.activation = (2.0, 1.702, 1.0) if self.is_biased else (math.inf, 1.0, 0.0)

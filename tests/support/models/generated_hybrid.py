@@ -18,11 +18,12 @@ ADDED_TO_ONE = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_
 
 @dataclass(frozen=True)
 class HybridShape(Shape):
-    """`intermediate` is an expert's and the shared expert's; the attention has `head_dim`."""
+    """`intermediate` is an expert's; the attention has `head_dim`."""
 
     linear_heads: int = 32  # of values; keys have half as many
     linear_head_dim: int = 128
     has_fp8: bool = False  # linear attention's products, but for the small one
+    shared_factor: int = 1  # the shared expert's size in experts
     # For ModelOpt's patterns and for regular expressions; fused layers have other names.
     unquantized: ClassVar = ("mlp.gate", "mlp.shared_expert_gate", "self_attn.*", "linear_attn.*")
 
@@ -41,7 +42,7 @@ class HybridShape(Shape):
             "layer_types": self.layer_types,
             "full_attention_interval": FULL_ATTENTION_EVERY,
             "partial_rotary_factor": 0.25,
-            "shared_expert_intermediate_size": self.intermediate,
+            "shared_expert_intermediate_size": self.intermediate * self.shared_factor,
             "linear_conv_kernel_dim": CONVOLUTION,
             "linear_num_key_heads": self.linear_heads // 2,
             "linear_num_value_heads": self.linear_heads,
@@ -51,13 +52,15 @@ class HybridShape(Shape):
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Name -> rows and columns of what is quantized: experts."""
-        wide, narrow = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
-        owners = [f"experts.{expert}" for expert in range(self.experts)] + ["shared_expert"]
+        owners = {f"experts.{expert}": self.intermediate for expert in range(self.experts)}
+        owners["shared_expert"] = self.intermediate * self.shared_factor
         return {
-            f"model.layers.{layer}.mlp.{owner}.{name}_proj": size
+            f"model.layers.{layer}.mlp.{owner}.{name}_proj": (
+                (self.hidden, size) if name == "down" else (size, self.hidden)
+            )
             for layer in range(self.layers)
-            for owner in owners
-            for name, size in {"gate": wide, "up": wide, "down": narrow}.items()
+            for owner, size in owners.items()
+            for name in ("gate", "up", "down")
         }
 
     def fp8_linears(self) -> dict[str, tuple[int, int]]:

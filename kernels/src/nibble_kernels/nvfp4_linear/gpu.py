@@ -277,6 +277,6 @@ def nvfp4_dequantize_weight(weight: PreparedWeight, columns: int, like: Tensor) 
     """Codes times block scales, exactly: [N, K] with the dtype and device of `like`, without the
     global scale.
 
-    For the experts of a layer (nvfp4_moe.gpu.prepare_experts): [E, N, K].
+    For the experts of a layer (nvfp4_moe.weight.prepare_experts): [E, N, K].
     """
     return _dequantize(*weight, columns, like)

@@ -8,10 +8,9 @@ namespace {
 
 template <class T>
 __global__ void __launch_bounds__(kSumThreads, kSumBlocks)
-    add_up(const int32_t* ids, uint32_t experts, const uint4* products, uint4* out, uint32_t tokens,
-           uint32_t topk, uint32_t pieces) {
+    add_up(const Chosen chosen, const uint4* products, uint4* out, uint32_t tokens, uint32_t pieces) {
   wait_for_kernel_before();
-  add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, ids, experts, products, out, tokens, topk, pieces);
+  add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, chosen, products, out, tokens, pieces);
 }
 
 // products: [tokens * topk, columns], of ids [tokens, topk].
@@ -25,13 +24,14 @@ Tensor nvfp4_moe_add_up(const Tensor& input, const Tensor& ids, int64_t count) {
   const Tensor out = torch::stable::new_empty(products, {tokens, columns}, products.scalar_type());
   if (tokens == 0) return out;
   const auto pieces = static_cast<uint32_t>(columns / 8), rows = static_cast<uint32_t>(tokens);
+  const Chosen chosen{static_cast<const int32_t*>(choices.const_data_ptr()), nullptr, nullptr,
+                      static_cast<uint32_t>(topk), static_cast<uint32_t>(count)};
   for_cuda_type(products.scalar_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     check(launch_early(
         (rows * pieces + kSumThreads - 1) / kSumThreads, kSumThreads, 0, current_stream(products), add_up<T>,
-        static_cast<const int32_t*>(choices.const_data_ptr()), static_cast<uint32_t>(count),
-        static_cast<const uint4*>(products.const_data_ptr()), static_cast<uint4*>(out.mutable_data_ptr()),
-        rows, static_cast<uint32_t>(topk), pieces));
+        chosen, static_cast<const uint4*>(products.const_data_ptr()),
+        static_cast<uint4*>(out.mutable_data_ptr()), rows, pieces));
   });
   return out;
 }

@@ -2,29 +2,29 @@
 #pragma once
 
 #include "nvfp4_linear/output.cuh"
+#include "nvfp4_moe/chosen.cuh"
 
 namespace nibble::experts {
 
-constexpr uint32_t kChoicesAtOnce = 8;  // their loads are under way together
+constexpr uint32_t kChoicesAtOnce = 12;  // their loads are under way together
 // Blocks on a multiprocessor: with more, threads have too few registers for that.
 constexpr uint32_t kSumThreads = 128, kSumBlocks = 4;
 
 // out[token] = the sum of its experts' products, in the order of its choices, rounded once. `at`: a thread's
 // eight columns, of `pieces` a row. Products: [pairs, pieces].
 template <class T>
-__device__ __forceinline__ void add_products(uint32_t at, const int32_t* ids, uint32_t experts,
-                                             const uint4* products, uint4* out, uint32_t tokens,
-                                             uint32_t topk, uint32_t pieces) {
-  const uint32_t token = at / pieces, piece = at - token * pieces;
+__device__ __forceinline__ void add_products(uint32_t at, const Chosen& chosen, const uint4* products,
+                                             uint4* out, uint32_t tokens, uint32_t pieces) {
+  const uint32_t token = at / pieces, piece = at - token * pieces, pairs = chosen.pairs_of_token();
   if (token >= tokens) return;
   float sums[8] = {};
-  for (uint32_t begin = 0; begin < topk; begin += kChoicesAtOnce) {
-    const uint32_t first = token * topk + begin;
+  for (uint32_t begin = 0; begin < pairs; begin += kChoicesAtOnce) {
+    const uint32_t first = token * pairs + begin;
     bool is_here[kChoicesAtOnce];
     uint4 more[kChoicesAtOnce];
 #pragma unroll
     for (uint32_t i = 0; i < kChoicesAtOnce; ++i)
-      is_here[i] = begin + i < topk && static_cast<uint32_t>(ids[first + i]) < experts;
+      is_here[i] = begin + i < pairs && chosen.expert_of(token, begin + i) >= 0;
 #pragma unroll
     for (uint32_t i = 0; i < kChoicesAtOnce; ++i) {
       more[i] = make_uint4(0, 0, 0, 0);  // adds nothing

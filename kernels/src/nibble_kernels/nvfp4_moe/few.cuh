@@ -5,19 +5,15 @@
 // Counters in memory are zero before and after each launch: who is last makes them so.
 #pragma once
 
+#include "nvfp4_moe/chosen.cuh"
 #include "nvfp4_moe/grouped.cuh"
 
 namespace nibble::experts {
 
 struct Choices {
-  const int32_t* ids;    // [pairs]; below 0 or too large: an expert of another process
-  const float* weights;  // [pairs]
-  const uint4* x;        // [tokens, columns]
-  uint32_t pairs, experts, topk, columns, inner_columns;
-
-  __device__ __forceinline__ bool is_here(int32_t id) const {
-    return id >= 0 && id < static_cast<int32_t>(experts);
-  }
+  Chosen chosen;
+  const uint4* x;  // [tokens, columns]
+  uint32_t pairs, columns, inner_columns;
 };
 
 // What a block knows of the pairs.
@@ -41,16 +37,16 @@ __device__ __forceinline__ void sort_pairs(const Choices& c, FewTable& t, uint16
   constexpr uint32_t kSortWarps = Form::kThreads / kLanes,
                      kTurns = quotient_up(kMostFewPairs, Form::kThreads);
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes,
-                 rows = quotient_up(c.pairs, kLanes);
+                 rows = quotient_up(c.pairs, kLanes), experts = c.chosen.experts();
   int32_t ids[kTurns];
   float weights[kTurns];
 #pragma unroll
   for (uint32_t i = 0; i < kTurns; ++i) {
     const uint32_t pair = i * Form::kThreads + threadIdx.x;
-    ids[i] = pair < c.pairs ? __ldcg(c.ids + pair) : -1;
-    weights[i] = pair < c.pairs ? __ldcg(c.weights + pair) : 0.0f;
+    ids[i] = pair < c.pairs ? c.chosen.expert_of(pair) : -1;
+    weights[i] = pair < c.pairs ? c.chosen.weight_of(pair) : 0.0f;
   }
-  for (uint32_t i = threadIdx.x; i < quotient_up(rows * c.experts, 2); i += Form::kThreads)
+  for (uint32_t i = threadIdx.x; i < quotient_up(rows * experts, 2); i += Form::kThreads)
     reinterpret_cast<uint32_t*>(counts)[i] = 0;
   __syncthreads();
   uint32_t before[kTurns];
@@ -58,20 +54,19 @@ __device__ __forceinline__ void sort_pairs(const Choices& c, FewTable& t, uint16
   for (uint32_t i = 0; i < kTurns; ++i) {
     const uint32_t row = i * kSortWarps + warp;
     if (row >= rows) break;
-    const bool here = c.is_here(ids[i]);
-    const uint32_t alike = __match_any_sync(~0u, here ? ids[i] : -1);
+    const uint32_t alike = __match_any_sync(~0u, ids[i]);
     before[i] = __popc(alike & ((1u << lane) - 1));
-    if (here && before[i] == 0) counts[row * c.experts + ids[i]] = static_cast<uint16_t>(__popc(alike));
+    if (ids[i] >= 0 && before[i] == 0) counts[row * experts + ids[i]] = static_cast<uint16_t>(__popc(alike));
   }
   __syncthreads();
   // A thread has some neighbouring experts.
-  const uint32_t each = quotient_up(c.experts, Form::kThreads), first = threadIdx.x * each,
-                 last = min(first + each, c.experts);
+  const uint32_t each = quotient_up(experts, Form::kThreads), first = threadIdx.x * each,
+                 last = min(first + each, experts);
   uint32_t pairs = 0, tiles = 0;
   for (uint32_t expert = first; expert < last; ++expert) {
     uint32_t count = 0;
 #pragma unroll 8
-    for (uint32_t i = 0; i < rows; ++i) count += counts[i * c.experts + expert];
+    for (uint32_t i = 0; i < rows; ++i) count += counts[i * experts + expert];
     pairs += count;
     tiles += quotient_up(count, Form::kTokens);
   }
@@ -96,7 +91,7 @@ __device__ __forceinline__ void sort_pairs(const Choices& c, FewTable& t, uint16
   for (uint32_t expert = first; expert < last; ++expert) {
     uint32_t end = place;
     for (uint32_t i = 0; i < rows; ++i) {
-      uint16_t& at = counts[i * c.experts + expert];
+      uint16_t& at = counts[i * experts + expert];
       const uint32_t count = at;
       at = static_cast<uint16_t>(end);
       end += count;
@@ -110,8 +105,8 @@ __device__ __forceinline__ void sort_pairs(const Choices& c, FewTable& t, uint16
 #pragma unroll
   for (uint32_t i = 0; i < kTurns; ++i) {
     const uint32_t row = i * kSortWarps + warp;
-    if (row >= rows || !c.is_here(ids[i])) continue;
-    const uint32_t to = counts[row * c.experts + ids[i]] + before[i];
+    if (row >= rows || ids[i] < 0) continue;
+    const uint32_t to = counts[row * experts + ids[i]] + before[i];
     t.order[to] = static_cast<uint16_t>(row * kLanes + lane);
     t.weights[to] = weights[i];
   }
@@ -123,7 +118,7 @@ __device__ __forceinline__ void sort_pairs(const Choices& c, FewTable& t, uint16
 struct RoutedInBlock {
   const FewTable& table;
   const uint4* x;
-  uint32_t topk, columns, inner_columns;
+  uint32_t pairs_of_token, columns, inner_columns;
 
   __device__ __forceinline__ uint32_t columns_of(bool is_second) const {
     return is_second ? inner_columns : columns;
@@ -138,7 +133,7 @@ __device__ __forceinline__ void run_few(const Problem& p, const Choices& c, Shar
   static_assert((Form::kSharedBytes + sizeof(FewTable) + 1024) * Form::kBlocks <=
                 warpgroup::kSharedBytes + 1024);
   static_assert(kMostFewPairs / kLanes * kMostFewExperts * 2 <= Form::kStages * Form::kStageBytes);
-  const RoutedInBlock routes{table, c.x, c.topk, c.columns, c.inner_columns};
+  const RoutedInBlock routes{table, c.x, c.chosen.pairs_of_token(), c.columns, c.inner_columns};
   const Multiplier<T, Operand, Form, RoutedInBlock> multiplier{p, shared, routes};
   multiplier.start();
   if (threadIdx.x == 0) {
@@ -146,6 +141,12 @@ __device__ __forceinline__ void run_few(const Problem& p, const Choices& c, Shar
     instruction::prefetch_map(p.first.scales);
     instruction::prefetch_map(p.second.codes);
     instruction::prefetch_map(p.second.scales);
+    if (c.chosen.has_shared()) {
+      instruction::prefetch_map(p.shared_first.codes);
+      instruction::prefetch_map(p.shared_first.scales);
+      instruction::prefetch_map(p.shared_second.codes);
+      instruction::prefetch_map(p.shared_second.scales);
+    }
   }
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,59 +14,31 @@ from torch import Tensor
 from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
 from nibble_kernels.nvfp4_linear.reference import matmul
-from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, stored_weight
-from nibble_kernels.nvfp4_moe.reference import activate, rounded_moe
+from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
+from nibble_kernels.nvfp4_moe.grouped import (
+    FUNCTIONS,
+    MAX_EXPERTS,
+    NOT_SHARED,
+    SHARED_SCHEMA,
+    SILU,
+    SharedExpert,
+    moe_linear_operator,
+)
+from nibble_kernels.nvfp4_moe.weight import PreparedExperts
 
 __all__ = [
     "MAX_DECODE_TOKENS",
     "MAX_PAIRS",
     "MAX_TOKENS",
-    "PreparedExperts",
     "nvfp4_moe_add_up",
     "nvfp4_moe_decode_linear",
-    "nvfp4_moe_linear",
     "nvfp4_weight_moe",
-    "prepare_experts",
 ]
 
 MAX_PAIRS, MAX_TOKENS = 64, 16
-_PREPARED_BYTES = 64 << 20  # of codes that are prepared together
 # Above this number torch multiplies dequantized copies of all experts. Derived from an estimate and
 # not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_TOKENS = 128
-MAX_EXPERTS = 1024  # of nvfp4_moe_linear on a GPU
-
-
-class PreparedExperts(NamedTuple):
-    """The prepared weights of E experts: tensors of PreparedWeight with a first dimension E.
-
-    global_scales: float32 [E, 2], one for each half of an expert's rows.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    global_scales: Tensor
-    rows: int
-    native: bool
-
-
-def prepare_experts(
-    codes: Tensor, scales: Tensor, global_scales: Tensor, native: bool
-) -> PreparedExperts:
-    """prepare_weight for all experts, some at a time, because its temporary tensors are several
-    times as large. global_scales: float32 [E, 2] (gate and up) or [E].
-    """
-    step = max(1, _PREPARED_BYTES // codes[0].numel())
-    all_codes, all_scales = codes.new_empty(0), codes.new_empty(0)
-    for begin in range(0, len(codes), step):
-        some = slice(begin, begin + step)
-        part = prepare_weight(codes[some], scales[some], native)
-        if not begin:
-            all_codes = codes.new_empty((len(codes), *part.codes.shape[1:]))
-            all_scales = codes.new_empty((len(codes), *part.scales.shape[1:]))
-        all_codes[some], all_scales[some] = part.codes, part.scales
-    both = global_scales.float().reshape(len(codes), -1).expand(-1, 2).contiguous()
-    return PreparedExperts(all_codes, all_scales, both, codes.shape[1], native)
 
 
 def _reference(
@@ -166,113 +137,6 @@ def nvfp4_moe_add_up(products: Tensor, topk_ids: Tensor, experts: int) -> Tensor
     return _add_up(products, topk_ids, experts)
 
 
-# Of activation.cuh.
-FUNCTIONS = ("silu", "gelu_tanh", "relu2")
-SILU = (0, True, math.inf, 1.0, 0.0)  # silu · mul, the only one of the other kernels
-
-
-def _grouped_reference(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w13_codes: Tensor,
-    w13_scales: Tensor,
-    w13_global_scales: Tensor,
-    w13_bias: Tensor | None,
-    w13_rows: int,
-    w2_codes: Tensor,
-    w2_scales: Tensor,
-    w2_global_scales: Tensor,
-    w2_bias: Tensor | None,
-    w2_rows: int,
-    function: int,
-    gated: bool,
-    limit: float,
-    alpha: float,
-    beta: float,
-    form: int,
-) -> Tensor:
-    w13 = (w13_codes, w13_scales, w13_global_scales, w13_bias, w13_rows)
-    w2 = (w2_codes, w2_scales, w2_global_scales, w2_bias, w2_rows)
-
-    def product(rows: Tensor, expert: int, is_first: bool) -> Tensor:
-        return _expert_product(rows, expert, *(w13 if is_first else w2))
-
-    def activation(h: Tensor) -> Tensor:
-        return activate(h, FUNCTIONS[function], gated, False, limit, alpha, beta)
-
-    return rounded_moe(x, topk_weights, topk_ids, len(w13_codes), w2_rows, product, activation)
-
-
-def _expert_product(
-    x: Tensor,
-    expert: int,
-    codes: Tensor,
-    scales: Tensor,
-    factors: Tensor,
-    bias: Tensor | None,
-    rows: int,
-) -> Tensor:
-    prepared = PreparedWeight(codes[expert], scales[expert], rows, native=False)
-    sums = matmul(x.float(), *stored_weight(prepared, x.shape[-1]))
-    sums = sums * factors[expert].repeat_interleave(rows // 2)
-    return sums if bias is None else sums + bias[expert].float()
-
-
-_moe_linear = operator(
-    "nvfp4_moe_linear(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor"
-    " w13_scales, Tensor w13_global_scales, Tensor? w13_bias, int w13_rows, Tensor w2_codes, Tensor"
-    " w2_scales, Tensor w2_global_scales, Tensor? w2_bias, int w2_rows, int function, bool gated,"
-    " float limit, float alpha, float beta, int form) -> Tensor",
-    _grouped_reference,
-    lambda x, *rest: torch.empty_like(x),
-)
-
-
-def nvfp4_moe_linear(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w13: PreparedExperts,
-    w2: PreparedExperts,
-    *,
-    function: str = "silu",
-    gated: bool = True,
-    limit: float = math.inf,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    form: int = 0,
-) -> Tensor:
-    """The sum of the experts' outputs times topk_weights [T, k], [T, H], for x bfloat16 [T, H] and
-    any number of tokens. Compiled for SM90 alone.
-
-    topk_ids: int32 [T, k], different ones for a token; a negative or too large id is an expert of
-    another process and adds nothing. The activation is reference.activate's with gate's rows first.
-    Biases: bfloat16 [E, rows]. A token's bits depend on the number of tokens through its form
-    alone. form: tokens of a tile (8, 16, 32, 64 or 128), or -4 or -8 for the kernel of few pairs
-    with units of 4 or 8 groups, for tests and measurements.
-    """
-    return _moe_linear(
-        x,
-        topk_weights,
-        topk_ids,
-        *w13[:3],
-        w13_bias,
-        w13.rows,
-        *w2[:3],
-        w2_bias,
-        w2.rows,
-        FUNCTIONS.index(function),
-        gated,
-        limit,
-        alpha,
-        beta,
-        form,
-    )
-
-
 def _weight_moe(
     x: Tensor,
     topk_weights: Tensor,
@@ -293,15 +157,17 @@ def _weight_moe(
     limit: float,
     alpha: float,
     beta: float,
+    shared_weights: Tensor | None,
+    *shared: Tensor | None,
 ) -> Tensor:
     w13 = PreparedExperts(w13_codes, w13_scales, w13_global_scales, w13_rows, native)
     w2 = PreparedExperts(w2_codes, w2_scales, w2_global_scales, w2_rows, native)
     tokens, topk = topk_ids.shape
     activation = (function, gated, limit, alpha, beta)
     is_plain = activation == SILU and w13_bias is None and w2_bias is None
-    if _uses_tiles(x, len(w13_codes)) or not is_plain:
-        parts = (*w13[:3], w13_bias, w13_rows, *w2[:3], w2_bias, w2_rows)
-        return _moe_linear(x, topk_weights, topk_ids, *parts, *activation, 0)
+    if _uses_tiles(x, len(w13_codes)) or not is_plain or shared_weights is not None:
+        parts = (*w13[:3], w13_bias, w13_rows, *w2[:3], w2_bias, w2_rows, *activation)
+        return moe_linear_operator(x, topk_weights, topk_ids, *parts, shared_weights, *shared, 0)
     if not takes_slices(tokens, topk):
 
         def product(rows: Tensor, is_first: bool, ends: Tensor, expert: Tensor) -> Tensor:
@@ -389,7 +255,7 @@ _moe = operator(
     "nvfp4_weight_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13_codes, Tensor"
     " w13_scales, Tensor w13_global_scales, Tensor? w13_bias, int w13_rows, Tensor w2_codes, Tensor"
     " w2_scales, Tensor w2_global_scales, Tensor? w2_bias, int w2_rows, bool native, int function,"
-    " bool gated, float limit, float alpha, float beta) -> Tensor",
+    f" bool gated, float limit, float alpha, float beta, {SHARED_SCHEMA}) -> Tensor",
     _weight_moe,
     lambda x, *rest: torch.empty_like(x),
 )
@@ -409,18 +275,20 @@ def nvfp4_weight_moe(
     beta: float = 0.0,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
     """The sum of the experts' outputs times topk_weights [T, k], [T, H], for x bfloat16 [T, H].
 
     topk_ids: as in nvfp4_moe_decode_linear; w13: gate's rows and then up's, with the activation of
-    nvfp4_moe_linear between the products; biases: as there. One operator, which chooses when it
-    runs. On SM90, nvfp4_moe_linear takes any number of tokens. Elsewhere only silu · mul without
-    biases is compiled: up to
-    MAX_DECODE_TOKENS tokens, decode kernels read the experts in use, 64 pairs at a time. For more
-    tokens, w13 and then w2 of all experts are dequantized, exactly, into a temporary tensor, and
-    torch multiplies; each product is then rounded to x's dtype before its global scale.
+    nvfp4_moe_linear between the products; biases and shared: as there. One operator, which chooses
+    when it runs. On SM90, nvfp4_moe_linear takes any number of tokens. Elsewhere only silu · mul
+    without biases and without a shared expert is compiled: up to MAX_DECODE_TOKENS tokens, decode
+    kernels read the experts in use, 64 pairs at a time. For more tokens, w13 and then w2 of all
+    experts are dequantized, exactly, into a temporary tensor, and torch multiplies; each product is
+    then rounded to x's dtype before its global scale.
     """
     ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
     activation = (FUNCTIONS.index(function), gated, limit, alpha, beta)
     parts = (*w13[:3], w13_bias, w13.rows, *w2[:3], w2_bias, w2.rows)
-    return _moe(x.contiguous(), weights, ids, *parts, w13.native, *activation)
+    more = NOT_SHARED if shared is None else shared.tensors
+    return _moe(x.contiguous(), weights, ids, *parts, w13.native, *activation, *more)

@@ -64,42 +64,57 @@ __global__ void __launch_bounds__(Form::kThreads, Form::kBlocks)
 
 template <class T>
 __global__ void __launch_bounds__(kSumThreads, kSumBlocks)
-    add_up(const __grid_constant__ Routing routing, const uint4* products, uint4* out, uint32_t tokens,
-           uint32_t topk, uint32_t pieces) {
+    add_up(const Chosen chosen, const uint4* products, uint4* out, uint32_t tokens, uint32_t pieces) {
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();
-  add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, routing.ids, routing.experts, products, out,
-                  tokens, topk, pieces);
+  add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, chosen, products, out, tokens, pieces);
 }
+
+// A weight's tensors, as they lie.
+struct Stored {
+  const void *codes, *scales;
+};
 
 struct Run {
   Problem problem;
   Routing routing;
   Ordering ordering;
   const Tensor &x, &out;
-  const void *first_codes, *first_scales, *second_codes, *second_scales;
+  Stored first, second, shared_first, shared_second;
   uint32_t tokens;
   const Device& device;
   cudaStream_t stream;
 };
 
 template <class Form>
-void describe(Weight& weight, const void* codes, const void* scales, uint32_t experts) {
+void describe(Weight& weight, const Stored& stored, uint32_t experts) {
   weight.row_blocks = quotient_up(weight.groups, Form::kGroups);
   const auto map = [&](const void* data, uint32_t words) {
     return map_of_words(data, words, weight.chunks, experts * weight.groups, Form::kStageChunks,
                         Form::kGroups);
   };
-  weight.codes = map(codes, kCodeBytes / 4);
-  weight.scales = map(scales, kScaleBytes / 4);
+  weight.codes = map(stored.codes, kCodeBytes / 4);
+  weight.scales = map(stored.scales, kScaleBytes / 4);
+}
+
+template <class Form>
+void describe_all(Run& run) {
+  Problem& p = run.problem;
+  const Chosen& chosen = run.routing.chosen;
+  p.routed = chosen.routed;
+  describe<Form>(p.first, run.first, chosen.routed);
+  describe<Form>(p.second, run.second, chosen.routed);
+  if (!chosen.has_shared()) return;
+  describe<Form>(p.shared_first, run.shared_first, 1);
+  describe<Form>(p.shared_second, run.shared_second, 1);
 }
 
 template <class T>
 void launch_sum(const Run& run) {
   const uint32_t pieces = run.problem.second.outputs / 8;
   Launch(quotient_up(run.tokens * pieces, kSumThreads), 1, kSumThreads, 0, run.stream)(
-      add_up<T>, run.routing, static_cast<const uint4*>(run.problem.products),
-      static_cast<uint4*>(run.out.mutable_data_ptr()), run.tokens, run.ordering.topk, pieces);
+      add_up<T>, run.routing.chosen, static_cast<const uint4*>(run.problem.products),
+      static_cast<uint4*>(run.out.mutable_data_ptr()), run.tokens, pieces);
 }
 
 template <class T, class Operand, class Form>
@@ -107,9 +122,9 @@ void multiply_with(Run& run) {
   Problem& p = run.problem;
   Routing& r = run.routing;
   Ordering& o = run.ordering;
-  describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
-  describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
-  const Workspace w = Workspace::of<Form>(r.pairs, r.experts, o.chunks, o.inner_chunks, p.second.outputs);
+  const uint32_t experts = r.chosen.experts();
+  describe_all<Form>(run);
+  const Workspace w = Workspace::of<Form>(r.pairs, experts, o.chunks, o.inner_chunks, p.second.outputs);
   r.most_tiles = p.most_tiles = w.most_tiles;
   static_assert(sizeof(T) == 2);
   const Tensor work = torch::stable::new_empty(run.x, {w.parts.bytes / 2}, run.x.scalar_type());
@@ -128,7 +143,7 @@ void multiply_with(Run& run) {
   const uint32_t units = r.most_tiles * (o.chunks + 1) * Form::kTokenGroups;
   const uint32_t order_blocks = std::min(run.device.multiprocessors, quotient_up(units, kRouteWarps));
   if (r.pairs <= kFewPairs) {
-    Launch(order_blocks, 1, kRouteThreads, quotient_up(r.pairs, kLanes) * r.experts * 2, run.stream)(
+    Launch(order_blocks, 1, kRouteThreads, quotient_up(r.pairs, kLanes) * experts * 2, run.stream)(
         order_few<Form>, r, o);
   } else {
     Launch(1, 1, kRouteThreads, 0, run.stream)(route_all, r, Form::kTokens);
@@ -167,8 +182,7 @@ void multiply_few_with(Run& run) {
   Problem& p = run.problem;
   const Routing& r = run.routing;
   const Ordering& o = run.ordering;
-  describe<Form>(p.first, run.first_codes, run.first_scales, r.experts);
-  describe<Form>(p.second, run.second_codes, run.second_scales, r.experts);
+  describe_all<Form>(run);
   static_assert(sizeof(T) == 2);
   const FewWorkspace w(r.pairs, o.inner_columns, p.second.outputs);
   const Tensor work = torch::stable::new_empty(run.x, {w.parts.bytes / 2}, run.x.scalar_type());
@@ -178,15 +192,12 @@ void multiply_few_with(Run& run) {
   const FewCounters counters(counters_of(run.device, run.stream));
   p.queue = counters.queue;
   p.complete = counters.complete;
-  const Choices choices{.ids = r.ids,
-                        .weights = r.weights,
+  const Choices choices{.chosen = r.chosen,
                         .x = o.x,
                         .pairs = r.pairs,
-                        .experts = r.experts,
-                        .topk = o.topk,
                         .columns = o.columns,
                         .inner_columns = o.inner_columns};
-  const uint32_t most_tiles = std::min(r.experts + r.pairs / Form::kTokens, r.pairs),
+  const uint32_t most_tiles = std::min(r.chosen.experts() + r.pairs / Form::kTokens, r.pairs),
                  most_units = most_tiles * (p.first.row_blocks + p.second.row_blocks);
   const uint32_t blocks = std::min(run.device.multiprocessors * Form::kBlocks, most_units);
   Launch(blocks, 1, Form::kThreads, Form::kSharedBytes, run.stream)(multiply_few<T, Operand, Form>, p,
@@ -222,12 +233,44 @@ Weight weight_of(const Tensor& x, const Tensor& codes, const Tensor& scales, con
   return weight;
 }
 
-Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const Tensor& topk_ids,
-                        const Tensor& w13_codes, const Tensor& w13_scales, const Tensor& w13_global_scales,
-                        const std::optional<Tensor>& w13_bias, int64_t w13_rows, const Tensor& w2_codes,
-                        const Tensor& w2_scales, const Tensor& w2_global_scales,
-                        const std::optional<Tensor>& w2_bias, int64_t w2_rows, int64_t function, bool gated,
-                        double limit, double alpha, double beta, int64_t form) {
+Stored stored_of(const Tensor& codes, const Tensor& scales) {
+  return {codes.const_data_ptr(), scales.const_data_ptr()};
+}
+
+// Of a shared expert: bfloat16 [tokens], and the tensors of each weight as those of one routed expert.
+struct Shared {
+  const std::optional<Tensor>&weights, &w13_codes, &w13_scales, &w13_global_scales, &w2_codes, &w2_scales,
+      &w2_global_scales;
+};
+
+// It is as large as a routed expert.
+void take_shared(Run& run, const Shared& shared, const Tensor& like, int64_t w13_rows, int64_t w2_rows) {
+  require(shared.w13_codes && shared.w13_scales && shared.w13_global_scales && shared.w2_codes &&
+              shared.w2_scales && shared.w2_global_scales,
+          "expected all tensors of the shared expert");
+  require(!run.problem.first.bias && !run.problem.second.bias, "experts beside a shared one have no bias");
+  require(shared.weights->scalar_type() == ScalarType::BFloat16 && shared.weights->is_contiguous() &&
+              shared.weights->numel() == run.tokens,
+          "expected a bfloat16 weight of the shared expert for each token");
+  run.problem.shared_first = weight_of(run.x, *shared.w13_codes, *shared.w13_scales,
+                                       *shared.w13_global_scales, std::nullopt, w13_rows, 1);
+  run.problem.shared_second = weight_of(like, *shared.w2_codes, *shared.w2_scales, *shared.w2_global_scales,
+                                        std::nullopt, w2_rows, 1);
+  run.shared_first = stored_of(*shared.w13_codes, *shared.w13_scales);
+  run.shared_second = stored_of(*shared.w2_codes, *shared.w2_scales);
+  run.routing.chosen.shared_weights = static_cast<const uint16_t*>(shared.weights->const_data_ptr());
+}
+
+Tensor nvfp4_moe_linear(
+    const Tensor& input, const Tensor& topk_weights, const Tensor& topk_ids, const Tensor& w13_codes,
+    const Tensor& w13_scales, const Tensor& w13_global_scales, const std::optional<Tensor>& w13_bias,
+    int64_t w13_rows, const Tensor& w2_codes, const Tensor& w2_scales, const Tensor& w2_global_scales,
+    const std::optional<Tensor>& w2_bias, int64_t w2_rows, int64_t function, bool gated, double limit,
+    double alpha, double beta, const std::optional<Tensor>& shared_weights,
+    const std::optional<Tensor>& shared_w13_codes, const std::optional<Tensor>& shared_w13_scales,
+    const std::optional<Tensor>& shared_w13_global_scales, const std::optional<Tensor>& shared_w2_codes,
+    const std::optional<Tensor>& shared_w2_scales, const std::optional<Tensor>& shared_w2_global_scales,
+    int64_t form) {
   const Tensor x = torch::stable::contiguous(input), ids = torch::stable::contiguous(topk_ids),
                weights = torch::stable::contiguous(topk_weights);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -236,7 +279,6 @@ Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const T
   require(ids.scalar_type() == ScalarType::Int && weights.scalar_type() == ScalarType::Float &&
               ids.numel() == weights.numel() && ids.size(0) == tokens,
           "expected int32 ids and float32 weights of each token's experts");
-  require(experts <= kMostExperts, "expected at most ", kMostExperts, " experts, found ", experts);
   const Tensor out = torch::stable::new_empty(x, {tokens, w2_rows}, x.scalar_type());
   if (ids.numel() == 0) return torch::stable::zero_(const_cast<Tensor&>(out));
   const Device device = decode::device_of(x.get_device_index());
@@ -245,10 +287,8 @@ Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const T
   require(major == 9, "nvfp4_moe_linear is for SM90, found a GPU of compute capability ", major);
   Run run{.x = x,
           .out = out,
-          .first_codes = w13_codes.const_data_ptr(),
-          .first_scales = w13_scales.const_data_ptr(),
-          .second_codes = w2_codes.const_data_ptr(),
-          .second_scales = w2_scales.const_data_ptr(),
+          .first = stored_of(w13_codes, w13_scales),
+          .second = stored_of(w2_codes, w2_scales),
           .tokens = static_cast<uint32_t>(tokens),
           .device = device,
           .stream = current_stream(x)};
@@ -258,18 +298,28 @@ Tensor nvfp4_moe_linear(const Tensor& input, const Tensor& topk_weights, const T
   run.problem.second = weight_of(like, w2_codes, w2_scales, w2_global_scales, w2_bias, w2_rows, experts);
   run.problem.activation = {static_cast<Function>(function), gated, static_cast<float>(limit),
                             static_cast<float>(alpha), static_cast<float>(beta)};
-  run.routing.ids = static_cast<const int32_t*>(ids.const_data_ptr());
-  run.routing.weights = static_cast<const float*>(weights.const_data_ptr());
-  run.routing.pairs = static_cast<uint32_t>(ids.numel());
-  run.routing.experts = static_cast<uint32_t>(experts);
+  Chosen& chosen = run.routing.chosen;
+  chosen.ids = static_cast<const int32_t*>(ids.const_data_ptr());
+  chosen.weights = static_cast<const float*>(weights.const_data_ptr());
+  chosen.topk = static_cast<uint32_t>(ids.numel() / tokens);
+  chosen.routed = static_cast<uint32_t>(experts);
+  if (shared_weights) {
+    take_shared(run,
+                {shared_weights, shared_w13_codes, shared_w13_scales, shared_w13_global_scales,
+                 shared_w2_codes, shared_w2_scales, shared_w2_global_scales},
+                like, w13_rows, w2_rows);
+  }
+  require(chosen.experts() <= kMostExperts, "expected at most ", kMostExperts, " experts, found ",
+          chosen.experts());
+  run.routing.pairs = run.tokens * chosen.pairs_of_token();
   run.ordering.x = static_cast<const uint4*>(x.const_data_ptr());
-  run.ordering.topk = run.routing.pairs / run.tokens;
+  run.ordering.pairs_of_token = chosen.pairs_of_token();
   run.ordering.columns = static_cast<uint32_t>(x.size(1));
   run.ordering.chunks = run.problem.first.chunks;
   run.ordering.inner_columns = static_cast<uint32_t>(inner);
   run.ordering.inner_chunks = run.problem.second.chunks;
   multiply_all<__nv_bfloat16, BfloatOperand>(
-      run, form != 0 ? form : form_of(run.routing.pairs, run.routing.experts));
+      run, form != 0 ? form : form_of(run.routing.pairs, chosen.experts()));
   return out;
 }
 

@@ -99,8 +99,18 @@ struct Multiplier {
     const uint32_t place = is_second ? number - first_units : number;
     return {is_second, place / blocks, place % blocks};
   }
+  // Of the routed experts; the shared one's is as large.
   __device__ __forceinline__ const Weight& weight_of(const Unit& unit) const {
     return unit.is_second ? p.second : p.first;
+  }
+  // Where an expert's own weight is, and its number there.
+  struct Source {
+    const Weight& weight;
+    uint32_t expert;
+  };
+  __device__ __forceinline__ Source source_of(const Unit& unit, uint32_t expert) const {
+    if (expert < p.routed) return {weight_of(unit), expert};
+    return {unit.is_second ? p.shared_second : p.shared_first, 0};
   }
   __device__ __forceinline__ Tile tile_of(uint32_t tile) const {
     const uint4 found = __ldcg(reinterpret_cast<const uint4*>(p.tiles + tile));
@@ -152,10 +162,11 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void fetch_unit(const Unit& unit, const Tile& tile, Place& at) const {
-    const Weight& weight = weight_of(unit);
+    const Source source = source_of(unit, tile.expert);
+    const Weight& weight = source.weight;
     const uint4 message = message_of(unit, tile);
-    const uint32_t row = tile.expert * weight.groups + unit.row_block * Form::kGroups;
-    const uint32_t steps = weight.chunks;
+    const uint32_t row = source.expert * weight_of(unit).groups + unit.row_block * Form::kGroups;
+    const uint32_t steps = weight_of(unit).chunks;
     const uint4* const x = (unit.is_second ? reinterpret_cast<const uint4*>(p.inner) : p.x) +
                            size_t{unit.tile} * steps * (Form::kXBytes / 16);
     uint32_t step = 0;
@@ -198,21 +209,21 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void fetch_unit_rows(const Unit& unit, Place& at) const {
-    const Weight& weight = weight_of(unit);
     const Tile tile = routes.table.tile(unit.tile);
+    const Source source = source_of(unit, tile.expert);
     const uint4 message = message_of(unit, tile);
-    const uint32_t row = tile.expert * weight.groups + unit.row_block * Form::kGroups;
-    const uint32_t steps = quotient_up(weight.chunks, Form::kStageChunks),
+    const uint32_t row = source.expert * weight_of(unit).groups + unit.row_block * Form::kGroups;
+    const uint32_t steps = quotient_up(weight_of(unit).chunks, Form::kStageChunks),
                    columns = routes.columns_of(unit.is_second),
                    place = tile.first + min(lane, tile.count - 1);
     const uint4* const x = unit.is_second
                                ? reinterpret_cast<const uint4*>(p.inner) + size_t{place} * (columns / 8)
-                               : routes.x + size_t{routes.table.order[place] / routes.topk} * (columns / 8);
+                               : routes.x + size_t{routes.table.order[place] / routes.pairs_of_token} * (columns / 8);
     const auto bytes = [&](uint32_t step) {
       return min(columns - step * Form::kStageColumns, Form::kStageColumns) * 2;
     };
     const auto weights = [&](uint32_t step, uint32_t to) {
-      if (lane == 0) fetch_weight(weight, step, row, message, to, tile.count * bytes(step));
+      if (lane == 0) fetch_weight(source.weight, step, row, message, to, tile.count * bytes(step));
     };
     const auto rows = [&](uint32_t step, uint32_t to) {
       if (lane < tile.count) {
@@ -368,7 +379,8 @@ struct Multiplier {
   __device__ __forceinline__ Target target_of(const uint4& message) const {
     const Unit unit{message.x >> 31 != 0, message.x & 0x7fffffff, message.y & 0xffff};
     const Tile tile{message.y >> 16, message.z, message.w, 0};
-    const float2 scale = __ldg(weight_of(unit).global_scales + tile.expert);
+    const Source source = source_of(unit, tile.expert);
+    const float2 scale = __ldg(source.weight.global_scales + source.expert);
     return {unit, tile, make_float2(scale.x * Operand::kUnit, scale.y * Operand::kUnit)};
   }
 

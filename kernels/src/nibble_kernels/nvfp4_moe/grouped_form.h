@@ -82,7 +82,7 @@ struct alignas(16) Tile {
 // sorts.
 constexpr int64_t kFew4 = -4, kFew8 = -8;
 constexpr uint32_t kMostPairsOf4 = 32;
-constexpr uint32_t kMostFewPairs = 512, kMostFewTiles = kMostFewPairs, kMostFewExperts = 1024;
+constexpr uint32_t kMostFewPairs = 640, kMostFewTiles = kMostFewPairs, kMostFewExperts = 1024;
 
 // Words in memory that few.cuh finds zero and leaves zero.
 struct FewCounters {

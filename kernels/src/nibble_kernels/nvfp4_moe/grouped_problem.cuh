@@ -7,7 +7,7 @@
 
 namespace nibble::experts {
 
-// One weight of every expert: weight.py.
+// One weight of every expert, or of a shared one: weight.py.
 struct Weight {
   CUtensorMap codes, scales;    // words of [experts · groups, chunks, 256 and 32]
   const float2* global_scales;  // of the upper and of the lower half of an expert's rows
@@ -17,6 +17,8 @@ struct Weight {
 
 struct Problem {
   Weight first, second;
+  Weight shared_first, shared_second;  // of the shared expert, if there is one: as large, without bias
+  uint32_t routed;                     // experts before it
   const uint4* x;   // [tiles, chunks, a tile's chunk]: Form::word_of
   uint32_t* inner;  // the intermediate, likewise
   void* products;   // [pairs, outputs of w2], times the router's weights

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "nibble/tensor_core.cuh"
+#include "nvfp4_moe/chosen.cuh"
 #include "nvfp4_moe/grouped_form.h"
 
 namespace nibble::experts {
@@ -11,23 +12,18 @@ constexpr uint32_t kMostExperts = kRouteThreads;  // a thread for each
 constexpr uint32_t kFewPairs = 1024;              // every block routes them by itself
 
 struct Routing {
-  const int32_t* ids;    // [pairs]; below 0 or too large: an expert of another process
-  const float* weights;  // [pairs]
-  uint32_t pairs, experts, most_tiles;
+  Chosen chosen;
+  uint32_t pairs, most_tiles;
   Tile* tiles;
   uint32_t *tile_count, *order;  // order: [pairs], pairs by expert
   float* ordered_weights;        // [pairs]
   uint32_t *queue, *complete;    // of grouped.cuh: to be zero
-
-  __device__ __forceinline__ bool is_here(int32_t id) const {
-    return id >= 0 && id < static_cast<int32_t>(experts);
-  }
 };
 
 struct Ordering {
   const uint4* x;  // [tokens, columns]
   uint4 *to, *inner;
-  uint32_t topk, columns, chunks;
+  uint32_t pairs_of_token, columns, chunks;
   uint32_t inner_columns, inner_chunks;
 };
 
@@ -87,18 +83,18 @@ struct Table {
 __device__ __forceinline__ uint32_t route_few(const Routing& r, uint32_t tokens, Table& table,
                                               uint16_t* counts) {
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes, pair = threadIdx.x,
-                 warps = quotient_up(r.pairs, kLanes);
-  const int32_t id = pair < r.pairs ? r.ids[pair] : -1;
-  const bool here = r.is_here(id);
-  for (uint32_t i = threadIdx.x; i < warps * r.experts; i += kRouteThreads) counts[i] = 0;
+                 warps = quotient_up(r.pairs, kLanes), experts = r.chosen.experts();
+  const int32_t id = pair < r.pairs ? r.chosen.expert_of(pair) : -1;
+  const bool here = id >= 0;
+  for (uint32_t i = threadIdx.x; i < warps * experts; i += kRouteThreads) counts[i] = 0;
   __syncthreads();
-  const uint32_t alike = __match_any_sync(~0u, here ? id : -1), before = __popc(alike & ((1u << lane) - 1));
-  if (here && before == 0) counts[warp * r.experts + id] = static_cast<uint16_t>(__popc(alike));
+  const uint32_t alike = __match_any_sync(~0u, id), before = __popc(alike & ((1u << lane) - 1));
+  if (here && before == 0) counts[warp * experts + id] = static_cast<uint16_t>(__popc(alike));
   __syncthreads();
   uint32_t count = 0;
-  if (threadIdx.x < r.experts) {
+  if (threadIdx.x < experts) {
     for (uint32_t i = 0; i < warps; ++i) {
-      uint16_t& place = counts[i * r.experts + threadIdx.x];
+      uint16_t& place = counts[i * experts + threadIdx.x];
       const uint32_t more = place;
       place = static_cast<uint16_t>(count);
       count += more;
@@ -106,9 +102,8 @@ __device__ __forceinline__ uint32_t route_few(const Routing& r, uint32_t tokens,
   }
   uint32_t all_tiles;
   const Offsets at = offsets_of(count, quotient_up(count, tokens), table.of_warps, all_tiles);
-  if (threadIdx.x < r.experts) {
-    for (uint32_t i = 0; i < warps; ++i)
-      counts[i * r.experts + threadIdx.x] += static_cast<uint16_t>(at.pairs);
+  if (threadIdx.x < experts) {
+    for (uint32_t i = 0; i < warps; ++i) counts[i * experts + threadIdx.x] += static_cast<uint16_t>(at.pairs);
     write_tiles(tokens, count, at, [&](uint32_t i, const Tile& tile) {
       table.tiles[i] = tile;
       if (blockIdx.x == 0) r.tiles[i] = tile;
@@ -116,11 +111,11 @@ __device__ __forceinline__ uint32_t route_few(const Routing& r, uint32_t tokens,
   }
   __syncthreads();
   if (here) {
-    const uint32_t place = counts[warp * r.experts + id] + before;
+    const uint32_t place = counts[warp * experts + id] + before;
     table.order[place] = static_cast<uint16_t>(pair);
     if (blockIdx.x == 0) {
       r.order[place] = pair;
-      r.ordered_weights[place] = r.weights[pair];
+      r.ordered_weights[place] = r.chosen.weight_of(pair);
     }
   }
   if (blockIdx.x == 0) {
@@ -134,27 +129,28 @@ __device__ __forceinline__ uint32_t route_few(const Routing& r, uint32_t tokens,
 // Any number of pairs, in one block. Where in a tile a pair lies does not matter to its sums.
 __device__ __forceinline__ void route_many(const Routing& r, uint32_t tokens, uint64_t* of_warps,
                                            uint32_t* counts) {
-  if (threadIdx.x < r.experts) counts[threadIdx.x] = 0;
+  const uint32_t experts = r.chosen.experts();
+  if (threadIdx.x < experts) counts[threadIdx.x] = 0;
   __syncthreads();
 #pragma unroll 4
   for (uint32_t pair = threadIdx.x; pair < r.pairs; pair += kRouteThreads) {
-    const int32_t id = r.ids[pair];
-    if (r.is_here(id)) atomicAdd(counts + id, 1u);
+    const int32_t id = r.chosen.expert_of(pair);
+    if (id >= 0) atomicAdd(counts + id, 1u);
   }
   __syncthreads();
-  const uint32_t count = threadIdx.x < r.experts ? counts[threadIdx.x] : 0;
+  const uint32_t count = threadIdx.x < experts ? counts[threadIdx.x] : 0;
   uint32_t all_tiles;
   const Offsets at = offsets_of(count, quotient_up(count, tokens), of_warps, all_tiles);
   write_tiles(tokens, count, at, [&](uint32_t i, const Tile& tile) { r.tiles[i] = tile; });
-  if (threadIdx.x < r.experts) counts[threadIdx.x] = at.pairs;
+  if (threadIdx.x < experts) counts[threadIdx.x] = at.pairs;
   __syncthreads();
 #pragma unroll 4
   for (uint32_t pair = threadIdx.x; pair < r.pairs; pair += kRouteThreads) {
-    const int32_t id = r.ids[pair];
-    if (!r.is_here(id)) continue;
+    const int32_t id = r.chosen.expert_of(pair);
+    if (id < 0) continue;
     const uint32_t place = atomicAdd(counts + id, 1u);
     r.order[place] = pair;
-    r.ordered_weights[place] = r.weights[pair];
+    r.ordered_weights[place] = r.chosen.weight_of(pair);
   }
   reset(r);
   if (threadIdx.x == 0) *r.tile_count = all_tiles;
@@ -175,7 +171,7 @@ __device__ __forceinline__ void order_x(const Ordering& o, uint32_t tiles, const
     const Tile own = of_tile[tile];
     uint4 quarters[4] = {};
     if (chunk < o.chunks && token < own.count) {
-      const uint4* const row = o.x + size_t{order[own.first + token] / o.topk} * (o.columns / 8);
+      const uint4* const row = o.x + size_t{order[own.first + token] / o.pairs_of_token} * (o.columns / 8);
 #pragma unroll
       for (uint32_t t = 0; t < 4; ++t) {
         const uint32_t column = chunk * kChunk + t * 32 + piece * 8;

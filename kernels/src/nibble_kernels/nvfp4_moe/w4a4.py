@@ -15,8 +15,9 @@ from nibble_kernels.library import operator
 from nibble_kernels.nvfp4_linear import check_factor, shape
 from nibble_kernels.nvfp4_linear.reference import matmul, round_to_nvfp4
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, stored_weight
-from nibble_kernels.nvfp4_moe.gpu import FUNCTIONS, MAX_EXPERTS, PreparedExperts
+from nibble_kernels.nvfp4_moe.grouped import FUNCTIONS, MAX_EXPERTS
 from nibble_kernels.nvfp4_moe.reference import activate, rounded_moe
+from nibble_kernels.nvfp4_moe.weight import PreparedExperts
 
 __all__ = ["nvfp4_w4a4_moe"]
 

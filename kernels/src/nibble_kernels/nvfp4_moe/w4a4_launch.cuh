@@ -36,11 +36,10 @@ __global__ void __launch_bounds__(w4a4::kThreads, 1) multiply(const __grid_const
 
 template <class T>
 __global__ void __launch_bounds__(kSumThreads, experts::kSumBlocks)
-    add_up(const int32_t* ids, uint32_t experts, const uint4* products, uint4* out, uint32_t tokens,
-           uint32_t topk, uint32_t pieces) {
+    add_up(const experts::Chosen chosen, const uint4* products, uint4* out, uint32_t tokens,
+           uint32_t pieces) {
   wait_for_kernel_before();
-  experts::add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, ids, experts, products, out, tokens, topk,
-                           pieces);
+  experts::add_products<T>(blockIdx.x * kSumThreads + threadIdx.x, chosen, products, out, tokens, pieces);
 }
 
 // A layer of experts, for some tokens.
@@ -94,9 +93,9 @@ class Launches {
                                       workspace_.quantized_inner, workspace_.products, true);
     if (error != cudaSuccess) return error;
     const uint32_t pieces = layer_.second.outputs / kVector;
+    const experts::Chosen chosen{layer_.ids, layer_.weights, nullptr, layer_.topk, layer_.experts};
     return launch_early(quotient_up(layer_.tokens * pieces, kSumThreads), kSumThreads, 0, stream, add_up<T>,
-                        layer_.ids, layer_.experts, at<const uint4>(work, workspace_.products), layer_.out,
-                        layer_.tokens, layer_.topk, pieces);
+                        chosen, at<const uint4>(work, workspace_.products), layer_.out, layer_.tokens, pieces);
   }
 
   cudaError_t all(void* work, cudaStream_t stream) const {

@@ -19,6 +19,9 @@ from nibble.engine.plugin.report.kernels_used import models_of
 from nibble.engine.plugin.report.linear_attention import KIND, rule_results, rules_of
 from nibble.engine.plugin.report.probes import PROBES, Probe, Unknown
 from nibble.engine.plugin.report.routing import routing_results
+from nibble.engine.plugin.report.shared_expert import KIND as SHARED
+from nibble.engine.plugin.report.shared_expert import shared_results
+from nibble.engine.plugin.shared_expert import joined
 
 
 @torch.inference_mode()
@@ -35,6 +38,10 @@ def run_checks(worker: Any) -> list[LayerCheck]:
             results += _guarded(
                 Result("routing", kind, checked), routing_results(checked, runner, worker.device)
             )
+            if (expert := joined(runner)) is not None:
+                checked = f"shared expert of {name}"
+                found = shared_results(checked, runner, expert, worker.device)
+                results += _guarded(Result("moe", SHARED, checked), found)
         for model in models_of(worker.model_runner):
             for name, layer, rule in rules_of(model):
                 found = rule_results(name, layer, rule, worker.device)
