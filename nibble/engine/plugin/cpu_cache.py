@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_model_runner
 
+from nibble.engine.plugin import cpu_pages
 from nibble.engine.plugin.require import replace, required
 
 LEAST_BYTES = 64 << 20
@@ -68,6 +69,8 @@ def new_pages(size_bytes: int) -> Tensor:
     """Zeros, int8 [size_bytes], whose pages a thread takes."""
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found = torch.frombuffer(pages, dtype=torch.int8)
+    if cpu_pages.are_allowed():
+        cpu_pages.ask([found])
     thread = threading.Thread(target=_take, args=(found,), name="take pages", daemon=True)
     thread.start()
     return found

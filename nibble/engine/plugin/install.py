@@ -21,6 +21,7 @@ from nibble.engine.plugin import (
     cpu_head,
     cpu_logprobs,
     cpu_mapped,
+    cpu_pages,
     cpu_process,
     cpu_rope,
     cpu_router,
@@ -74,6 +75,7 @@ def install() -> None:
     cpu_head.read_heads_as_stored()
     cpu_logprobs.count_without_compiler()
     cpu_mapped.give_read_pages_back()
+    cpu_pages.use_large_pages()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
     cpu_step.shorten_steps()

@@ -14,6 +14,10 @@ namespace {
 
 constexpr int64_t kStep = 16;
 constexpr int kSumsAtOnce = 4;  // rows of x times rows of the weight, two registers each
+// Columns up to which one row of x takes rows of the weight one by one: several short ones side by side begin
+// and end too often for the processor to read ahead (Zen 3, two threads).
+constexpr int64_t kShortRow = 1024;
+constexpr int64_t kAhead = 8192;  // columns between what is read and what is prefetched
 
 inline __m256i columns_at(const uint16_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -72,8 +76,7 @@ void multiply(const float* x, int64_t x_stride, const uint16_t* weight, int64_t 
   for (; at + kStep <= columns; at += kStep) {
     for (int n = 0; n < kWeights; ++n) {
       const uint16_t* from = weight + n * columns + at;
-      _mm_prefetch(reinterpret_cast<const char*>(from + kWeights * columns),
-                   _MM_HINT_NTA);  // of the next rows
+      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_NTA);
       w[n] = columns_at(from);
     }
     add(sums, w, x + at, x_stride);
@@ -100,8 +103,9 @@ void multiply_all(const float* x, int64_t x_stride, int64_t count, const uint16_
   }
   constexpr int kAtOnce = kSumsAtOnce / kRows;
   int64_t n = 0;
-  for (; n + kAtOnce <= weight_rows; n += kAtOnce)
-    multiply<kRows, kAtOnce>(x, x_stride, weight + n * columns, columns, sums + n, stride);
+  if (kRows > 1 || columns > kShortRow)
+    for (; n + kAtOnce <= weight_rows; n += kAtOnce)
+      multiply<kRows, kAtOnce>(x, x_stride, weight + n * columns, columns, sums + n, stride);
   for (; n < weight_rows; ++n)
     multiply<kRows, 1>(x, x_stride, weight + n * columns, columns, sums + n, stride);
 }
