@@ -48,14 +48,11 @@ def experts_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> i
         return max((expert_bytes(use.shape, tokens, count) for use in uses), default=0)
     is_hopper = any(gpu.capability == HOPPER for gpu in inputs.hardware.gpus)
     e4m3 = (e4m3_bytes(shape, tokens) for shape in e4m3_shapes(checkpoint, values))
-    shared = is_hopper and has_shared_expert(checkpoint)
-    ours = (
-        tiles_bytes(with_shared(use.shape) if shared else use.shape, tokens)
-        if is_hopper
-        else dequantized_bytes(use.shape, tokens)
-        for use in uses
-    )
-    return max((*ours, *e4m3), default=0)
+    shapes = [use.shape for use in uses]
+    if is_hopper and has_shared_expert(checkpoint):
+        shapes = [with_shared(shape) for shape in shapes]
+    of_shape = tiles_bytes if is_hopper else dequantized_bytes
+    return max((*(of_shape(shape, tokens) for shape in shapes), *e4m3), default=0)
 
 
 def has_shared_expert(checkpoint: Checkpoint) -> bool:

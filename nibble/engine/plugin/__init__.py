@@ -20,6 +20,7 @@
 - cpu_greedy.py: the largest logit on the CPU.
 - cpu_logprobs.py: ranks of tokens on the CPU without a compiler.
 - cpu_pages.py: weights in large pages on the CPU.
+- memory_advice.py: madvise, which the CPU's modules share.
 - cpu_mapped.py: the pages of mapped files on the CPU, given back while a model loads.
 - compact_json.py: JSON without blanks between its values.
 - whole_load.py, written.py: end a load that leaves a weight unwritten.

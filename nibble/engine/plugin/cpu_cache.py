@@ -8,7 +8,6 @@ a request writes before is kept.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import mmap
 import os
@@ -23,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_model_runner
 
 from nibble.engine.plugin import cpu_pages
+from nibble.engine.plugin.memory_advice import madvise
 from nibble.engine.plugin.require import replace, required
 
 LEAST_BYTES = 64 << 20
@@ -79,9 +79,7 @@ def new_pages(size_bytes: int) -> Tensor:
 def _take(memory: Tensor) -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-    madvise = ctypes.CDLL(None).madvise  # ctypes releases the interpreter's lock
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin in range(0, len(memory), _CHUNK_BYTES):
         size = min(_CHUNK_BYTES, len(memory) - begin)
-        if madvise(memory.data_ptr() + begin, size, _POPULATE_WRITE) != 0:
+        if not madvise(memory.data_ptr() + begin, size, _POPULATE_WRITE):
             return

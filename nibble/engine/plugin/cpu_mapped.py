@@ -6,7 +6,6 @@ holds each weight twice. The pages stay in the system's cache of files.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import mmap
 import re
@@ -18,6 +17,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from nibble.engine.plugin.memory_advice import madvise
 from nibble.engine.plugin.require import replace, required
 
 LEAST_BYTES = 128 << 20  # that are given back at a time
@@ -64,8 +64,6 @@ class ReadPages:
     def give_back(self) -> None:
         """Those that are still pages of a file, and that nothing wrote to."""
         mapped = unchanged_files()
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for first, end in self._ranges:
             if any(low <= first and end <= high for low, high in mapped):
                 madvise(first, end - first, mmap.MADV_DONTNEED)

@@ -8,8 +8,8 @@ written. Small weights share a page with other data, so they move once they are 
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from nibble.engine.plugin.loaded_models import after_loading
+from nibble.engine.plugin.memory_advice import madvise
 from nibble.engine.plugin.require import replace, required
 
 LARGE_PAGE_BYTES = 2 << 20
 _ALLOWED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_HUGEPAGE, _COLLAPSE = 14, 25  # MADV_COLLAPSE: from Linux 6.1; without it, small pages stay
+_COLLAPSE = 25  # MADV_COLLAPSE, from Linux 6.1; without it, small pages stay
 
 
 def use_large_pages() -> None:
@@ -50,7 +51,7 @@ def use_large_pages() -> None:
 
 
 def are_allowed() -> bool:
-    """Whether this system has large pages and nobody switched them off."""
+    """Whether this system has large pages and its administrator left them on."""
     try:
         return "[never]" not in _ALLOWED.read_text()
     except OSError:
@@ -64,7 +65,7 @@ def ask(tensors: Iterable[Tensor]) -> None:
         end = (tensor.data_ptr() + tensor.nbytes) // LARGE_PAGE_BYTES
         if first < end and tensor.device.type == "cpu":
             size_bytes = (end - first) * LARGE_PAGE_BYTES
-            _madvise()(first * LARGE_PAGE_BYTES, size_bytes, _HUGEPAGE)
+            madvise(first * LARGE_PAGE_BYTES, size_bytes, mmap.MADV_HUGEPAGE)
 
 
 def move(tensors: Iterable[Tensor]) -> int:
@@ -76,16 +77,9 @@ def move(tensors: Iterable[Tensor]) -> int:
         if tensor.device.type == "cpu" and tensor.nbytes:
             last = (tensor.data_ptr() + tensor.nbytes - 1) // LARGE_PAGE_BYTES
             pages.update(range(tensor.data_ptr() // LARGE_PAGE_BYTES, last + 1))
-    madvise, held = _madvise(), 0
+    held = 0
     for page in sorted(pages):
-        # One whose other memory is not there, or a file's, stays as it is.
-        madvise(page * LARGE_PAGE_BYTES, LARGE_PAGE_BYTES, _HUGEPAGE)
-        held += madvise(page * LARGE_PAGE_BYTES, LARGE_PAGE_BYTES, _COLLAPSE) == 0
+        # Pages that are partly unmapped, or a file's, stay small.
+        madvise(page * LARGE_PAGE_BYTES, LARGE_PAGE_BYTES, mmap.MADV_HUGEPAGE)
+        held += madvise(page * LARGE_PAGE_BYTES, LARGE_PAGE_BYTES, _COLLAPSE)
     return held
-
-
-@functools.cache
-def _madvise() -> Any:
-    found = ctypes.CDLL(None).madvise
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found
