@@ -122,7 +122,7 @@ class Front {
 #pragma unroll
     for (uint32_t i = 0; i < kEach; i += 2) {
       x[i / 2] = pair_of(bfloat_at(x, i) * inverse * bfloat_at(weight, i),
-                             bfloat_at(x, i + 1) * inverse * bfloat_at(weight, i + 1));
+                         bfloat_at(x, i + 1) * inverse * bfloat_at(weight, i + 1));
     }
   }
 
