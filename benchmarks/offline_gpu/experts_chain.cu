@@ -220,7 +220,9 @@ class Bench {
     return {ids_, weights_, shape_.has_shared ? shared_weights_ : nullptr, kTopk, shape_.experts};
   }
   uint32_t pairs() const { return tokens_ * chosen().pairs_of_token(); }
-  double megabytes() const { return (used_ + shape_.has_shared) * 3 * shape_.hidden * shape_.inner * 9 / 16 / 1e6; }
+  double megabytes() const {
+    return (used_ + shape_.has_shared) * 3 * shape_.hidden * shape_.inner * 9 / 16 / 1e6;
+  }
   double used() const { return used_; }
 
   void enqueue_router(uint32_t call) {

@@ -216,9 +216,9 @@ struct Multiplier {
     const uint32_t steps = quotient_up(weight_of(unit).chunks, Form::kStageChunks),
                    columns = routes.columns_of(unit.is_second),
                    place = tile.first + min(lane, tile.count - 1);
-    const uint4* const x = unit.is_second
-                               ? reinterpret_cast<const uint4*>(p.inner) + size_t{place} * (columns / 8)
-                               : routes.x + size_t{routes.table.order[place] / routes.pairs_of_token} * (columns / 8);
+    const size_t from = unit.is_second ? place : routes.table.order[place] / routes.pairs_of_token;
+    const uint4* const x =
+        (unit.is_second ? reinterpret_cast<const uint4*>(p.inner) : routes.x) + from * (columns / 8);
     const auto bytes = [&](uint32_t step) {
       return min(columns - step * Form::kStageColumns, Form::kStageColumns) * 2;
     };

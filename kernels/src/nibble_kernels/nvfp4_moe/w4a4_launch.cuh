@@ -95,7 +95,8 @@ class Launches {
     const uint32_t pieces = layer_.second.outputs / kVector;
     const experts::Chosen chosen{layer_.ids, layer_.weights, nullptr, layer_.topk, layer_.experts};
     return launch_early(quotient_up(layer_.tokens * pieces, kSumThreads), kSumThreads, 0, stream, add_up<T>,
-                        chosen, at<const uint4>(work, workspace_.products), layer_.out, layer_.tokens, pieces);
+                        chosen, at<const uint4>(work, workspace_.products), layer_.out, layer_.tokens,
+                        pieces);
   }
 
   cudaError_t all(void* work, cudaStream_t stream) const {
