@@ -1,6 +1,6 @@
 """A shared expert in the launch of the routed ones, as one more expert of each token.
 
-vLLM computes it beside them, in launches of its own that read few bytes. Its linear layers keep
+vLLM computes it beside them, in separate launches that read few bytes. Its linear layers keep
 their weights: these have the layout of nibble's experts, whose kernel reads them there.
 """
 
