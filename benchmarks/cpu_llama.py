@@ -4,7 +4,7 @@
     CMAKE_ARGS=-DGGML_NATIVE=ON VENV/bin/pip install --no-binary llama-cpp-python \
         llama-cpp-python==0.3.36
     python benchmarks/cpu_llama.py --llama-python VENV/bin/python [--out FILE] [--folder FOLDER]
-        [--rounds 3] [--seconds S] [--models 1.7b 135m] [--most-busy 0.1]
+        [--rounds 3] [--seconds S] [--models 1.7b 135m] [--most-busy 0.1] [--request JSON]
         [--starts [--beside NIBBLE] [--reference]]
         [--without-avx512 FOLDER [--instructions avx2]]
 
@@ -33,6 +33,8 @@ processor seconds of all its processes until then, on which other programs have 
 
 Without `--starts`, the nibble that `--beside` names serves the W4A16 model too, in turns with the
 others: `beside`, and `beside_ratio` is this one's rate to its. llama.cpp can then be left out.
+`--request` is what nibble's requests have beside a prompt and a number of tokens, such as
+'{"temperature": 0.6, "top_k": 20, "top_p": 0.95}'; without it, they are greedy.
 
 `--without-avx512` measures what processors with AVX2 do, on one that has AVX-512. Both sides are
 built without it first:
@@ -115,10 +117,11 @@ def main() -> None:
     parser.add_argument("--llama-python", type=Path, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--models", nargs="*", choices=SHAPES, default=["1.7b", "135m"])
     parser.add_argument("--most-busy", type=float, default=0.1)
     parser.add_argument("--starts", action="store_true")
     parser.add_argument("--beside", help="the command `nibble` of another installation")
+    parser.add_argument("--request", type=json.loads, default={"temperature": 0})
     parser.add_argument("--reference", action="store_true", help="as nibble's default")
     parser.add_argument("--without-avx512", type=Path, help="nibble's kernels built without it")
     parser.add_argument("--instructions", default="avx2", help="what that build has")
@@ -225,13 +228,15 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[list[dict[str, Any]
     all_of_them: dict[str, contextlib.AbstractContextManager[Ask]] = {
         form: llama(args.llama_python, files[form], cores, computes)
         if form.startswith("llama")
-        else nibble(files[form], args.folder)
+        else nibble(files[form], args.folder, request=args.request)
         for form in forms
     }
     if args.beside:
         (args.folder / "beside").mkdir(exist_ok=True)
         model = files["nibble_w4a16"]
-        all_of_them["beside"] = nibble(model, args.folder / "beside", command=args.beside)
+        all_of_them["beside"] = nibble(
+            model, args.folder / "beside", command=args.beside, request=args.request
+        )
     with contextlib.ExitStack() as stack:
         servers = started(stack, all_of_them)
         best = {what: dict.fromkeys(servers, 0.0) for what in WHAT}
@@ -360,9 +365,13 @@ def llama(python: Path, file: Path, threads: int, computes: dict[str, str]) -> I
 
 @contextlib.contextmanager
 def nibble(
-    model: Path, folder: Path, row: dict[str, float] | None = None, command: str = "nibble"
+    model: Path,
+    folder: Path,
+    row: dict[str, float] | None = None,
+    command: str = "nibble",
+    request: dict[str, Any] | None = None,
 ) -> Iterator[Ask]:
-    """A server. With `row`, only its start is measured."""
+    """A server. With `row`, only its start is measured. `request`: fields of what it is asked."""
     ports = [free_port(), free_port()]
     own = {"PORT": str(ports[0]), "NIBBLE_CONTROL_PORT": str(ports[1])}
     own |= {"NIBBLE_CACHE_DIR": str(folder / "cache")}
@@ -383,7 +392,7 @@ def nibble(
 
     def generate(tokens: int, prompt: list[int]) -> None:
         body = {"model": "default", "prompt": prompt, "max_tokens": tokens}
-        body |= {"temperature": 0, "ignore_eos": True}
+        body |= {"ignore_eos": True, **(request or {})}
         data, kind = json.dumps(body).encode(), {"content-type": "application/json"}
         url = f"http://127.0.0.1:{ports[0]}/v1/completions"
         with urllib.request.urlopen(urllib.request.Request(url, data, kind), timeout=600) as reply:

@@ -14,6 +14,7 @@ REPO = Path(__file__).resolve().parents[1]
 SHAPES = {  # hidden, intermediate, layers, heads, heads of keys, head_dim, vocabulary
     "1.7b": (2048, 6144, 28, 16, 8, 128, 32768),
     "135m": (576, 1536, 30, 9, 3, 64, 49152),
+    "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
 }
 FORMS = ("llama_q4_0", "llama_nvfp4", "nibble_w4a16", "nibble_w4a4")
 

@@ -168,7 +168,7 @@ def test_a_router_may_choose_between_experts_of_equal_score() -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("round_logits", [True, False])
 def test_a_fused_gate_is_compared_too(kernels: object, round_logits: bool) -> None:
-    from nibble.engine.plugin.fuse_router import FusedGate, Route
+    from nibble.engine.plugin.router.gate import FusedGate, Route
 
     def result(route: Any, layer: int) -> str:
         weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(layer)) / 8

@@ -10,7 +10,7 @@
 - plain_decoders.py: the families that chain_layers.py and cpu_decoder.py know.
 - gated_delta.py: linear attention with the gated delta rule in few launches.
 - loaded_models.py: what changes of loaded models share.
-- fuse_router.py: a router of experts, and the norm in front of it, as one kernel.
+- router: a router of experts, and the norm in front of it, as one kernel.
 - shared_expert.py: a shared expert as one more of the routed ones.
 - cloverlm, tokenmonster, quartet2.py: CloverLM, which vLLM does not have.
 - router_bias.py, cpu_router.py, cpu_rope.py: fixes of routers and of RoPE.
@@ -18,6 +18,7 @@
 - cpu_step.py: decode steps on the CPU that are one operator.
 - cpu_cache.py: the KV cache's memory on the CPU, taken beside the start.
 - cpu_greedy.py: the largest logit on the CPU.
+- cpu_draws.py, cpu_penalties.py, cpu_top_p.py: sampling on the CPU that computes for few tokens.
 - cpu_logprobs.py: ranks of tokens on the CPU without a compiler.
 - cpu_pages.py: weights in large pages on the CPU.
 - memory_advice.py: madvise, which the CPU's modules share.

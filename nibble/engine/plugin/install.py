@@ -17,21 +17,23 @@ from nibble.engine.plugin import (
     compact_json,
     cpu_cache,
     cpu_decoder,
+    cpu_draws,
     cpu_greedy,
     cpu_head,
     cpu_logprobs,
     cpu_mapped,
     cpu_pages,
+    cpu_penalties,
     cpu_process,
     cpu_rope,
     cpu_router,
     cpu_seeds,
     cpu_step,
+    cpu_top_p,
     dense,
     draft_head,
     e4m3,
     e4m3_linear,
-    fuse_router,
     fuse_silu,
     gated_delta,
     kernels,
@@ -47,6 +49,7 @@ from nibble.engine.plugin import (
 from nibble.engine.plugin.attention import front
 from nibble.engine.plugin.attention.follow import offer_attention
 from nibble.engine.plugin.require import replace, required
+from nibble.engine.plugin.router import follow as routers
 from nibble.engine.plugin.step_graph.follow import follow_workers
 
 
@@ -62,7 +65,7 @@ def install() -> None:
     draft_head.follow_workers()
     fuse_silu.follow_loading()
     chain_layers.follow_loading()
-    fuse_router.follow_loading()
+    routers.follow_loading()
     pulse.register()
     queues.size_answer_queue()
     queues.sleep_between_looks()
@@ -71,14 +74,17 @@ def install() -> None:
     cpu_rope.rotate_heads_apart()
     cpu_cache.take_pages_beside_the_start()
     cpu_decoder.follow_loading()
+    cpu_draws.draw_with_few_exponentials()
     cpu_greedy.compare_in_vectors()
     cpu_head.read_heads_as_stored()
     cpu_logprobs.count_without_compiler()
     cpu_mapped.give_read_pages_back()
     cpu_pages.use_large_pages()
+    cpu_penalties.change_few_logits()
     cpu_process.compute_in_the_engine()
     cpu_seeds.keep_generators()
     cpu_step.shorten_steps()
+    cpu_top_p.sort_few_logits()
     whole_load.check_loads()
     compact_json.forbid_blanks()
     offer_attention()
