@@ -31,39 +31,58 @@ def sort_few_logits() -> None:
     ) -> Tensor:
         if p is None:
             return apply(logits, k, p, allow_cpu_sync)
-        size = logits.shape[-1]
-        counts = [size] * len(logits) if k is None else k.tolist()
-        for row, count, share in zip(logits, counts, 1 - p, strict=True):
-            keep_top(row, count, share)
+        counts = None if k is None else k.tolist()
+        keep_top(logits, counts or [logits.shape[-1]] * len(logits), 1 - p)
         return logits
 
     replace(topk_topp_sampler, name, apply_to_few)
 
 
-def keep_top(row: Tensor, count: int, share: Tensor) -> None:
-    """Set logits to -inf, in place, but for the `count` largest and those equal to their least; of
-    these, but for the least likely that have a `share` of the probability together.
+def keep_top(logits: Tensor, counts: list[int], shares: Tensor) -> None:
+    """Set logits to -inf, in place, but for the `counts` largest of each row and those equal to
+    their least; of these, but for the least likely that have a `share` of the probability together.
 
-    row: float32 [vocabulary]; share: float32 []. The largest logit stays. Of equal ones the first
-    go first. A row with NaN or without a finite logit stays as it is.
+    logits: float32 [rows, vocabulary]; shares: float32 [rows]. The largest logit stays. Of equal
+    ones the first go first. A row with NaN or without a finite logit stays as it is.
     """
-    if count < len(row):
-        largest = row.topk(count).values
-        if largest[0].isnan():
-            return
-        tokens = (row >= largest[-1]).nonzero().squeeze(1)
-        chosen, at = row[tokens].sort(stable=True)
-        likely, rest = chosen.softmax(-1), 0.0
-    else:
-        every = row.softmax(-1)
-        is_likely = every > share / len(row)
-        tokens = is_likely.nonzero().squeeze(1)
-        chosen, at = row[tokens].sort(stable=True)
-        likely = every[tokens[at]]
-        rest = every.masked_fill_(is_likely, 0.0).sum(dtype=torch.float64)
-    if not len(tokens) or likely[-1].isnan():
-        return
-    stays = (likely.cumsum(-1, dtype=torch.float64) + rest).float() > share
-    stays[-1] = True
-    row.fill_(float("-inf"))
-    row[tokens[at[stays]]] = chosen[stays]
+    size = logits.shape[-1]
+    most = max((count for count in counts if count < size), default=0)
+    largest = logits.topk(most).values if most else logits
+    every = logits.softmax(-1) if size in counts else logits
+    for number, (row, count, share) in enumerate(zip(logits, counts, shares, strict=True)):
+        if count == size:
+            found = _likely(row, every[number], share)
+        else:
+            found = _largest(row, largest[number, :count])
+        if found is None:
+            continue
+        tokens, likely, rest = found
+        stays = (likely.cumsum(-1, dtype=torch.float64) + rest).float() > share
+        stays[-1] = True
+        kept = tokens[stays]
+        values = row[kept]
+        row.fill_(float("-inf"))
+        row[kept] = values
+
+
+# Tokens from the least likely to the most, their probabilities, and that of all tokens before them.
+_Sorted = tuple[Tensor, Tensor, Tensor | float]
+
+
+def _largest(row: Tensor, largest: Tensor) -> _Sorted | None:
+    if largest[0].isnan():
+        return None
+    tokens = (row >= largest[-1]).nonzero().squeeze(1)
+    values, at = row[tokens].sort(stable=True)
+    likely = values.softmax(-1)
+    return None if likely[-1].isnan() else (tokens[at], likely, 0.0)
+
+
+def _likely(row: Tensor, every: Tensor, share: Tensor) -> _Sorted | None:
+    is_likely = every > share / len(row)
+    tokens = is_likely.nonzero().squeeze(1)
+    if not len(tokens):
+        return None
+    tokens = tokens[row[tokens].sort(stable=True).indices]
+    likely = every[tokens]
+    return tokens, likely, every.masked_fill_(is_likely, 0.0).sum(dtype=torch.float64)
