@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.expert_kernel import uses_our_experts
 from nibble.plan.expert_shapes import e4m3_shapes, expert_uses
 from nibble.plan.fp4_products import serves_in_fp4
 from nibble.plan.inputs import PlanInputs
+from nibble.plan.nvfp4_options import asked
+from nibble.plan.shared_expert import has_shared_expert, with_shared
 from nibble.plan.w4a4_memory import expert_bytes, multiprocessors
 from nibble.trials.trial import Shape
 
@@ -49,21 +50,11 @@ def experts_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> i
     is_hopper = any(gpu.capability == HOPPER for gpu in inputs.hardware.gpus)
     e4m3 = (e4m3_bytes(shape, tokens) for shape in e4m3_shapes(checkpoint, values))
     shapes = [use.shape for use in uses]
-    if is_hopper and has_shared_expert(checkpoint):
+    is_shared_on = asked(values).get("shared_expert") == "on"
+    if is_hopper and is_shared_on and has_shared_expert(checkpoint):
         shapes = [with_shared(shape) for shape in shapes]
     of_shape = tiles_bytes if is_hopper else dequantized_bytes
     return max((*(of_shape(shape, tokens) for shape in shapes), *e4m3), default=0)
-
-
-def has_shared_expert(checkpoint: Checkpoint) -> bool:
-    """Whether the routed experts' kernel may compute a shared one: engine/plugin/shared_expert."""
-    return any(".shared_expert." in weight.module for weight in checkpoint.nvfp4)
-
-
-def with_shared(shape: Shape) -> Shape:
-    """A shared expert is one more of the layer and of each token."""
-    experts, chosen, *sizes = shape
-    return (experts + 1, chosen + 1, *sizes)
 
 
 def most_tokens(args: Mapping[str, Choice]) -> int:

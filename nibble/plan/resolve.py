@@ -40,6 +40,7 @@ from nibble.plan.quantized_layers import quantization_override
 from nibble.plan.reference import choose_reference
 from nibble.plan.rules import refuse_known_risks, weigh_risks
 from nibble.plan.server import model_argument, served_names
+from nibble.plan.shared_expert import choose_shared_expert
 from nibble.plan.situation import Decider, Decision, Situation
 from nibble.plan.startup import fast_start_flags
 from nibble.plan.state_blocks import limit_sequences
@@ -196,6 +197,11 @@ def _linear_attention(situation: Situation) -> Decision:
     )
 
 
+def _shared_expert(situation: Situation) -> Decision:
+    chosen = choose_shared_expert(situation.inputs, situation.flags)
+    return Decision(option_flags("shared_expert", chosen, situation.flags), shared_expert=chosen)
+
+
 def _quantized_layers(situation: Situation) -> Decision:
     return Decision(quantization_override(situation.inputs.checkpoint, situation.flags))
 
@@ -267,6 +273,7 @@ DECIDERS: tuple[Decider, ...] = (
     _attention,
     _attention_front,
     _linear_attention,
+    _shared_expert,
     _quantized_layers,
     _load_check,
     _layer_operators,
@@ -364,6 +371,8 @@ def _choices(situation: Situation) -> Choices:
         choices["attention_front"] = situation.attention_front
     if situation.linear_attention is not None:
         choices["linear_attention"] = situation.linear_attention
+    if situation.shared_expert is not None:
+        choices["shared_expert"] = situation.shared_expert
     return {**choices, "reference": choose_reference(inputs, situation.flags)}
 
 

@@ -33,6 +33,7 @@ class Situation:
     attention: Choice | None = None
     attention_front: Choice | None = None
     linear_attention: Choice | None = None
+    shared_expert: Choice | None = None
     memory: MemoryPlan | None = None
 
     @property
@@ -73,6 +74,7 @@ class Situation:
             attention=decision.attention or self.attention,
             attention_front=decision.attention_front or self.attention_front,
             linear_attention=decision.linear_attention or self.linear_attention,
+            shared_expert=decision.shared_expert or self.shared_expert,
             memory=decision.memory or self.memory,
         )
 
@@ -92,6 +94,7 @@ class Decision:
     attention: Choice | None = None
     attention_front: Choice | None = None
     linear_attention: Choice | None = None
+    shared_expert: Choice | None = None
     memory: MemoryPlan | None = None
 
 

@@ -68,7 +68,8 @@ def test_options_have_the_values_of_the_settings_and_of_the_operators() -> None:
         # nibble passes on what is not the default: the plugin's own default must be the same.
         default = Settings.model_fields[name].default
         of_auto: dict[str, object] = dict.fromkeys(
-            ("compact_json", "step_graph", "attention_front", "linear_attention"), "off"
+            ("compact_json", "step_graph", "attention_front", "linear_attention", "shared_expert"),
+            "off",
         )
         of_auto["draft_head"] = "bf16"
         of_auto |= dict.fromkeys(("linear_kernel", "moe_kernel", "attention_kernel"), "vllm")

@@ -438,8 +438,11 @@ def test_the_workspace_counts_a_shared_expert_as_one_more_of_each_token(
     folder = write_generated(tmp_path / "hybrid", shape, "modelopt")
     words = ["--max-num-batched-tokens", "4096"]
     theirs = hopper.plan(folder, "--moe-kernel", "vllm", *words).budget.workspace_bytes
-    ours = hopper.plan(folder, "--moe-kernel", "nibble", *words).budget.workspace_bytes
-    assert ours - theirs == tiles_bytes((5, 3, 64, 32, 2), 4096)
+    for switch, shape_of_kernel in (("off", (4, 2, 64, 32, 2)), ("on", (5, 3, 64, 32, 2))):
+        ours = hopper.plan(
+            folder, "--moe-kernel", "nibble", "--shared-expert", switch, *words
+        ).budget.workspace_bytes
+        assert ours - theirs == tiles_bytes(shape_of_kernel, 4096)
 
 
 def test_other_gpus_have_the_larger_weight_of_all_experts_in_bf16(

@@ -58,6 +58,8 @@ class Options:
       write (plugin/attention/front.py).
     - linear_attention: whether nibble's kernels compute decode steps and short prompts of linear
       attention (plugin/gated_delta.py).
+    - shared_expert: whether nibble's kernel of routed experts computes a shared one too
+      (plugin/shared_expert.py).
     - act_scale_mode: the group of values that shares a scale in Quartet II's activations
       (nibble_kernels.quartet2).
     - vllm_shapes: rows and columns of the layers that keep vLLM's choice with linear_kernel nibble,
@@ -78,6 +80,7 @@ class Options:
     attention_kernel: AttentionKernel = "vllm"
     attention_front: Switch = "off"
     linear_attention: Switch = "off"
+    shared_expert: Switch = "off"
     act_scale_mode: ScaleMode = "token"
     compact_json: Switch = "off"
     sparse_fp4: Switch = "off"

@@ -199,6 +199,16 @@ class EngineOptions(BaseModel):
         flag="--linear-attention",
         expected="auto, on or off",
     )
+    shared_expert: Literal["auto", contract.Switch] = option(
+        "auto",
+        "Engine",
+        "A shared expert beside nibble's routed experts on hopper: `on` computes it in their"
+        " launch, as one more expert of each token, `off` leaves it to vLLM, `auto` is `off`: the"
+        " kernel has not computed one on a GPU (docs/kernels/nvfp4_linear.md).",
+        "NIBBLE_SHARED_EXPERT",
+        flag="--shared-expert",
+        expected="auto, on or off",
+    )
     sparse_fp4: contract.Switch = option(
         "off",
         "Engine",

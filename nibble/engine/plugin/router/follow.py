@@ -21,6 +21,7 @@ from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 from nibble.engine.plugin.cuda import GpuExperts
 from nibble.engine.plugin.layers import name_of
 from nibble.engine.plugin.loaded_models import Unsuitable, after_loading
+from nibble.engine.plugin.options import current_options
 from nibble.engine.plugin.require import required, required_of_instances
 from nibble.engine.plugin.router.gate import Route, fuse_gate
 from nibble.engine.plugin.router.norm import fuse_norm
@@ -84,7 +85,7 @@ def fuse_routers(model: nn.Module) -> None:
             _remember(reasons, "router of experts", reason, runner)
     blocks = [block for layer in list(model.modules()) if (block := fuse_norm(layer, fused))]
     for block in blocks:
-        if block.scales_shared:
+        if block.scales_shared and current_options().shared_expert == "on":
             try:
                 join(block.shared_expert, block.experts)
                 block.joins_shared = True

@@ -1,0 +1,43 @@
+"""--shared-expert: whether nibble's kernel of routed experts computes a shared one too. Pure.
+
+The vLLM plugin gets `on`, or no value, which means vLLM's layers. What only a loaded model knows,
+the plugin decides (engine/plugin/shared_expert.py): an expert that the kernel does not take stays
+beside the routed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nibble.checkpoint import Checkpoint
+from nibble.plan.choice import Choice, values_of
+from nibble.plan.expert_kernel import uses_our_experts
+from nibble.plan.inputs import PlanInputs
+from nibble.plan.nvfp4_options import FLAG, asked
+from nibble.trials.trial import Shape
+
+UNPROVEN = "nibble's kernel has not computed a shared expert on a GPU"
+
+
+def choose_shared_expert(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
+    """`on` or `off` with the reason; None without a shared expert beside nibble's experts."""
+    if inputs.target.device != "cuda":
+        return None
+    values = values_of(args)
+    if (given := asked(values).get("shared_expert")) is not None:
+        return Choice(given, args[FLAG].source, "set by the user")
+    checkpoint = inputs.checkpoint
+    if checkpoint is None or not uses_our_experts(values) or not has_shared_expert(checkpoint):
+        return None
+    return Choice("off", str(inputs.loaded.origins["shared_expert"]), UNPROVEN)
+
+
+def has_shared_expert(checkpoint: Checkpoint) -> bool:
+    """Whether a layer has one, with a name that the plugin knows."""
+    return any(".shared_expert." in weight.module for weight in checkpoint.nvfp4)
+
+
+def with_shared(shape: Shape) -> Shape:
+    """A shared expert is one more of the layer and of each token."""
+    experts, chosen, *sizes = shape
+    return (experts + 1, chosen + 1, *sizes)
