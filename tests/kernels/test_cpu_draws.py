@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,7 +29,8 @@ def test_tokens_and_log_probs_are_those_of_vllm(
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     current_platform.import_kernels()
-    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_cpu)
+    theirs_forward = inspect.unwrap(TopKTopPSampler.forward_cpu)  # the plugin may be loaded
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", theirs_forward)
     theirs = TopKTopPSampler(mode)
     plugin.draw_with_few_exponentials()
     ours = TopKTopPSampler(mode)

@@ -49,14 +49,16 @@ def large_bytes(tensors: list[Tensor]) -> int:
 
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's base loader with the plugin, whose models are one layer of 32 MiB."""
+    """vLLM's base loader with the plugin, whose models are one layer of 256 MiB: malloc
+    gives what is smaller from memory that this process had before, which has small pages.
+    """
     from vllm.model_executor.model_loader import base_loader
 
     owner: Any = base_loader.BaseModelLoader
 
     def create_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         with torch.device("meta"):
-            layer = nn.Linear(2048, 4096, bias=False)
+            layer = nn.Linear(2048, 32768, bias=False)
         return layer.to_empty(device="cpu")
 
     monkeypatch.setattr(owner, "create_model", create_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -58,6 +59,10 @@ def metadata(step: int) -> Any:
     )
 
 
+def greedy_of_vllm(logits: torch.Tensor) -> torch.Tensor:
+    return torch.ops._C.greedy_argmax(logits)
+
+
 def answers(sampler: Any) -> list[tuple[Any, Any]]:
     """Tokens and log-probs of some steps."""
     found = []
@@ -73,29 +78,31 @@ def answers(sampler: Any) -> list[tuple[Any, Any]]:
 def test_a_batch_of_different_requests_has_the_tokens_of_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
     from vllm.v1.sample.ops import penalties, topk_topp_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
     from nibble.engine.plugin import cpu_draws, cpu_greedy, cpu_penalties, cpu_top_p
 
     current_platform.import_kernels()
-    replaced = [
-        (Sampler, "greedy_sample"),
-        (penalties, "apply_penalties"),
-        (topk_topp_sampler, "apply_top_k_top_p_pytorch"),
-        (topk_topp_sampler.TopKTopPSampler, "forward_cpu"),
+    # Another test may have loaded the plugin in this process.
+    top, random = topk_topp_sampler.apply_top_k_top_p_pytorch, TopKTopPSampler.forward_cpu
+    theirs_of: list[tuple[Any, str, Any]] = [
+        (Sampler, "greedy_sample", staticmethod(greedy_of_vllm)),
+        (penalties, "apply_penalties", utils.apply_penalties),
+        (topk_topp_sampler, "apply_top_k_top_p_pytorch", inspect.unwrap(top)),
+        (TopKTopPSampler, "forward_cpu", inspect.unwrap(random)),
     ]
-    before = [vars(owner)[name] for owner, name in replaced]
-    for (owner, name), value in zip(replaced, before, strict=True):
+    for owner, name, value in theirs_of:
         monkeypatch.setattr(owner, name, value)
     theirs = answers(Sampler())
     cpu_draws.draw_with_few_exponentials()
     cpu_greedy.compare_in_vectors()
     cpu_penalties.change_few_logits()
     cpu_top_p.sort_few_logits()
-    after = [vars(owner)[name] for owner, name in replaced]
-    assert not any(old is new for old, new in zip(before, after, strict=True))
+    assert not any(vars(owner)[name] is value for owner, name, value in theirs_of)
     assert answers(Sampler()) == theirs
     tokens = {row[0] for step, _ in theirs for row in step}
     assert len(tokens) > 30
