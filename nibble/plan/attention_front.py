@@ -13,7 +13,7 @@ from typing import Any
 from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, asked
+from nibble.plan.nvfp4_options import set_by_user
 from nibble.recipes.rules import in_effect
 
 BACKEND = "--attention-backend"
@@ -33,8 +33,8 @@ def choose_attention_front(inputs: PlanInputs, args: Mapping[str, Choice]) -> Ch
     if inputs.target.device != "cuda":
         return None
     values = values_of(args)
-    if (given := asked(values).get("attention_front")) is not None:
-        return Choice(given, args[FLAG].source, "set by the user")
+    if (given := set_by_user("attention_front", args)) is not None:
+        return given
     source = str(inputs.loaded.origins["attention_front"])
     obstacle = _obstacle(inputs, values)
     return Choice("off" if obstacle else "on", source, obstacle or ONE_LAUNCH)

@@ -13,7 +13,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.nvfp4 import GROUP_SIZE
 from nibble.plan.choice import Choice, tensor_parallel_size, values_of
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, UNQUANTIZED, asked, stored_head
+from nibble.plan.nvfp4_options import UNQUANTIZED, asked, set_by_user, stored_head
 from nibble.plan.startup import SPECULATIVE
 
 # Targets on which `auto` takes the copy.
@@ -32,8 +32,8 @@ def choose_draft_head(
     linear_kernel: the plan's kernel of NVFP4 linear layers.
     """
     values = values_of(args)
-    if (given := asked(values).get("draft_head")) is not None:
-        return Choice(given, args[FLAG].source, "set by the user")
+    if (given := set_by_user("draft_head", args)) is not None:
+        return given
     if not any(values.get(flag) not in (None, False) for flag in SPECULATIVE):
         return None
     source = str(inputs.loaded.origins["draft_head"])

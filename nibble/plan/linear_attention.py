@@ -15,7 +15,7 @@ from nibble.checkpoint.layers import layers
 from nibble.engine.contract import BATCH_INVARIANT
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, asked
+from nibble.plan.nvfp4_options import set_by_user
 from nibble.plan.one_order import is_batch_invariant
 
 # Targets on which `auto` takes the kernel.
@@ -32,8 +32,8 @@ def choose_linear_attention(inputs: PlanInputs, args: Mapping[str, Choice]) -> C
     if inputs.target.device != "cuda":
         return None
     values = values_of(args)
-    if (given := asked(values).get("linear_attention")) is not None:
-        return Choice(given, args[FLAG].source, "set by the user")
+    if (given := set_by_user("linear_attention", args)) is not None:
+        return given
     if not _has_delta_rule(inputs.checkpoint):
         return None
     source = str(inputs.loaded.origins["linear_attention"])

@@ -16,7 +16,7 @@ from nibble.plan.choice import OURS, Choice, Choices, tensor_parallel_size, valu
 from nibble.plan.fp4_products import columns_problem, serves_in_fp4
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.linear_shapes import linear_uses
-from nibble.plan.nvfp4_options import FLAG, REASON, asked
+from nibble.plan.nvfp4_options import FLAG, REASON, asked, set_by_user
 from nibble.plan.one_order import INVARIANT, is_batch_invariant, kernels_in_one_order
 from nibble.plan.part_kernels import DEFAULT_SEQUENCES, UNTRIED, PartKernels
 from nibble.recipes.rules import in_effect
@@ -130,8 +130,8 @@ def _chosen(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
     if inputs.target.device != "cuda" or not _may_be_nvfp4(checkpoint):
         return None
     values = {name: choice.value for name, choice in args.items()}
-    if (in_config := asked(values).get("linear_kernel")) is not None:
-        return Choice(in_config, args[FLAG].source, "set by the user")
+    if (given := set_by_user("linear_kernel", args)) is not None:
+        return given
     if _must_be_ours(inputs) and in_effect("--linear-backend", values) == "auto":
         return Choice(
             "nibble", INVARIANT, "vLLM has no weight-only kernel with a fixed order of additions"

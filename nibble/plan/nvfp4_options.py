@@ -30,6 +30,12 @@ def asked(args: Mapping[str, Any]) -> Mapping[str, Any]:
     return given_options(args.get(FLAG))
 
 
+def set_by_user(name: str, args: Mapping[str, Choice]) -> Choice | None:
+    """The plugin's option `name` where the user's flags or settings have it."""
+    given = asked(values_of(args)).get(name)
+    return None if given is None else Choice(given, args[FLAG].source, "set by the user")
+
+
 def option_flags(
     name: str, chosen: Choice | None, args: Mapping[str, Choice], value: str = "on"
 ) -> Choices:

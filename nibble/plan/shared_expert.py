@@ -13,7 +13,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.expert_kernel import uses_our_experts
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, asked
+from nibble.plan.nvfp4_options import set_by_user
 from nibble.trials.trial import Shape
 
 UNPROVEN = "nibble's kernel has not computed a shared expert on a GPU"
@@ -24,8 +24,8 @@ def choose_shared_expert(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choi
     if inputs.target.device != "cuda":
         return None
     values = values_of(args)
-    if (given := asked(values).get("shared_expert")) is not None:
-        return Choice(given, args[FLAG].source, "set by the user")
+    if (given := set_by_user("shared_expert", args)) is not None:
+        return given
     checkpoint = inputs.checkpoint
     if checkpoint is None or not uses_our_experts(values) or not has_shared_expert(checkpoint):
         return None

@@ -15,7 +15,7 @@ from nibble.engine.step_graph_memory import step_graph_bytes
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.draft_head import draft_method
 from nibble.plan.inputs import PlanInputs
-from nibble.plan.nvfp4_options import FLAG, asked
+from nibble.plan.nvfp4_options import asked, set_by_user
 from nibble.plan.startup import SPECULATIVE
 
 # Targets on which steps from graphs have run, with answers equal to those of vLLM's path.
@@ -52,8 +52,8 @@ def choose_step_graph(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice 
     if inputs.target.device != "cuda":
         return None
     values = values_of(args)
-    if (given := asked(values).get("step_graph")) is not None:
-        return Choice(given, args[FLAG].source, "set by the user")
+    if (given := set_by_user("step_graph", args)) is not None:
+        return given
     source = str(inputs.loaded.origins["step_graph"])
     obstacle = _obstacle(inputs.target.name, values) or _untested(inputs.checkpoint)
     obstacle = obstacle or inputs.without_plugin
