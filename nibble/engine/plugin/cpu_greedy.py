@@ -1,7 +1,8 @@
 """The largest logit of each row on vLLM's CPU platform, by numpy.
 
-vLLM 0.32's operator (v1/sample/sampler.py:242) compares one number at a time. numpy's argmax is
-vector code. Both give the first of equal ones, and a NaN if there is one.
+vLLM 0.32's operator (csrc/cpu/sampling_kernels.cpp:74) finds the largest number in vectors and then
+its place one number at a time. numpy's argmax is vector code. Both give the first of equal ones,
+and a NaN if there is one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 // nibble::gumbel_argmax on the CPU: the tokens of vLLM 0.32's fused_gumbel_argmax (csrc/cpu/sampling_kernels.cpp),
 // bit by bit, with an exponential for few tokens instead of one for each.
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <optional>
