@@ -16,7 +16,9 @@ from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import set_by_user
 from nibble.trials.trial import Shape
 
-UNPROVEN = "nibble's kernel has not computed a shared expert on a GPU"
+# Targets on which `auto` takes it.
+TARGETS = ("hopper",)
+ONE_LAUNCH = "the shared expert is one more expert of each token in the routed ones' launch"
 
 
 def choose_shared_expert(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choice | None:
@@ -29,7 +31,10 @@ def choose_shared_expert(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choi
     checkpoint = inputs.checkpoint
     if checkpoint is None or not uses_our_experts(values) or not has_shared_expert(checkpoint):
         return None
-    return Choice("off", str(inputs.loaded.origins["shared_expert"]), UNPROVEN)
+    source = str(inputs.loaded.origins["shared_expert"])
+    if inputs.target.name not in TARGETS:
+        return Choice("off", source, f"it is the default only on {' and '.join(TARGETS)}")
+    return Choice("on", source, ONE_LAUNCH)
 
 
 def has_shared_expert(checkpoint: Checkpoint) -> bool:

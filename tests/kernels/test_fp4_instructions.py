@@ -506,7 +506,7 @@ def test_linear_attention_overlaps_and_spills_nothing(arch: str, compile_for: Co
     once; a step of prompts has no cluster.
     """
     _, cubin = compile_for(arch, "gated_delta/kernel.cu")
-    assert_nothing_spilled(cubin, 6)
+    assert_nothing_spilled(cubin, 9)
     for name, body in sass_functions(cubin):
         assert "PREEXIT" in body and "ACQBULK" in body, name
         assert ("UCGABAR_ARV" in body) == ("step" in name), name

@@ -97,14 +97,16 @@ def problem_of(case: Case) -> Problem:
     )
 
 
-def run(library: ctypes.CDLL, case: Case, is_late: bool = False) -> Case:
-    """The case after the call."""
+def run(
+    library: ctypes.CDLL, case: Case, is_late: bool = False, multiprocessors: int = 132
+) -> Case:
+    """The case after the call, in the form for so many multiprocessors."""
     result = case.on("cpu")
     t = result.tensors
     is_float = t["state"].dtype == torch.float32
     problem = problem_of(result)
     if not result.is_prompts:
-        library.step_on_the_host(ctypes.byref(problem), is_float, is_late)
+        library.step_on_the_host(ctypes.byref(problem), is_float, is_late, multiprocessors)
         return result
     scratch = {
         "ba": (t["x"].float() @ t["gates"].float().T).bfloat16(),
@@ -126,6 +128,9 @@ def test_a_step_is_the_definition(
     case = make_case(**form, state=state)
     for is_late in (False, True):
         check(run(library, case, is_late), expected(case))
+    found, other = run(library, case).tensors, run(library, case, multiprocessors=0).tensors
+    for name in ("out", "state", "conv_state"):
+        assert found[name].equal(other[name]), name
 
 
 @pytest.mark.parametrize("state", STATES, ids=["float32", "bfloat16"])
@@ -157,7 +162,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others(library: ctypes.CDLL) -> None
     alone = case.on("cpu")
     for name in ("x", "qkvz", "slots", "out"):
         alone.tensors[name] = alone.tensors[name][1:2].contiguous()
-    found = run(library, alone).tensors
+    found = run(library, alone, multiprocessors=1).tensors
     slot = int(alone.tensors["slots"][0])
     assert found["out"][0].equal(together["out"][1])
     assert found["state"][slot].equal(together["state"][slot])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nibble.plan.gather import plan_for, read_wishes
-from nibble.plan.shared_expert import UNPROVEN
+from nibble.plan.shared_expert import ONE_LAUNCH
 from tests.support.models.generated_hybrid import HybridShape
 from tests.support.models.generated_nvfp4 import Shape, write_checkpoint
 
@@ -34,12 +34,18 @@ def planned(model: Path, target: str, *words: str, **environ: str) -> tuple[str,
     return choice.value, choice.reason
 
 
-def test_a_kernel_that_has_run_on_no_gpu_is_used_where_the_user_asks(model: Path) -> None:
+def test_hoppers_default_is_the_launch_of_the_routed_experts(model: Path) -> None:
     for words in ((), ("--shared-expert", "auto")):
-        assert planned(model, "hopper", *words) == ("off", UNPROVEN)
-    on = ("on", "set by the user")
-    assert planned(model, "hopper", "--shared-expert", "on") == on
-    assert planned(model, "hopper", NIBBLE_SHARED_EXPERT="on") == on
+        assert planned(model, "hopper", *words) == ("on", ONE_LAUNCH)
+    for value in ("on", "off"):
+        expected = (value, "set by the user")
+        assert planned(model, "hopper", "--shared-expert", value) == expected
+        assert planned(model, "hopper", NIBBLE_SHARED_EXPERT=value) == expected
+
+
+def test_other_gpus_keep_vllms_shared_expert(model: Path) -> None:
+    ours = ("--moe-kernel", "nibble")
+    assert planned(model, "sm120", *ours) == ("off", "it is the default only on hopper")
 
 
 def test_vllms_experts_and_models_without_a_shared_one_have_no_choice(

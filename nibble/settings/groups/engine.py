@@ -203,8 +203,8 @@ class EngineOptions(BaseModel):
         "auto",
         "Engine",
         "A shared expert beside nibble's routed experts on hopper: `on` computes it in their"
-        " launch, as one more expert of each token, `off` leaves it to vLLM, `auto` is `off`: the"
-        " kernel has not computed one on a GPU (docs/kernels/nvfp4_linear.md).",
+        " launch, as one more expert of each token, `off` leaves it to vLLM, `auto` is `on` there"
+        " (docs/kernels/nvfp4_linear.md).",
         "NIBBLE_SHARED_EXPERT",
         flag="--shared-expert",
         expected="auto, on or off",

@@ -9,10 +9,13 @@ namespace {
 
 template <class F>
 void run_step(const Problem& p) {
-  const uint32_t share = p.value_heads / p.key_heads, clusters = p.tokens * p.key_heads;
+  const uint32_t share = p.value_heads / p.key_heads, ranks = share / F::kHeads;
+  const uint32_t clusters = p.tokens * p.key_heads;
   for (uint32_t cluster = 0; cluster < clusters; ++cluster) {
-    run_cluster(share, F::kThreads, sizeof(Shared<F>), cluster, clusters,
-                [&](uint4* memory) { Step<F>(p, *reinterpret_cast<Shared<F>*>(memory)).run(); });
+    run_cluster(ranks, F::kThreads, sizeof(Shared<F>), cluster, clusters, [&](uint4* memory) {
+      const Place place(p, share, cluster % p.key_heads, blockIdx.x % ranks * F::kHeads);
+      Step<F>(p, *reinterpret_cast<Shared<F>*>(memory), cluster / p.key_heads, place).run();
+    });
   }
 }
 
@@ -39,9 +42,10 @@ void run_prompts(const Prompts& all) {
 extern "C" uint32_t problem_bytes() { return sizeof(Problem); }
 extern "C" uint32_t prompts_bytes() { return sizeof(Prompts); }
 
-extern "C" void step_on_the_host(const Problem* problem, bool is_float, bool is_late) {
+extern "C" void step_on_the_host(const Problem* problem, bool is_float, bool is_late,
+                                 uint32_t multiprocessors) {
   emulated_is_late = is_late;
-  is_float ? run_step<Form<Floats>>(*problem) : run_step<Form<Bfloats>>(*problem);
+  with_form(*problem, is_float, multiprocessors, [&](auto form) { run_step<decltype(form)>(*problem); });
 }
 
 extern "C" void prompts_on_the_host(const Prompts* prompts, bool is_float, bool is_late) {

@@ -13,7 +13,8 @@ namespace {
 template <class F>
 __global__ void __launch_bounds__(F::kThreads, F::kBlocks) step(const __grid_constant__ Problem problem) {
   extern __shared__ uint4 memory[];
-  Step<F>(problem, *reinterpret_cast<Shared<F>*>(memory)).run();
+  const Place place(problem, gridDim.x * F::kHeads, blockIdx.y, blockIdx.x * F::kHeads);
+  Step<F>(problem, *reinterpret_cast<Shared<F>*>(memory), blockIdx.z, place).run();
 }
 
 void check_bfloat16(const Tensor& x, const char* name) {
@@ -50,9 +51,9 @@ void set_states(Problem& p, const Tensor& conv_state, const Tensor& state) {
 
 template <class F>
 cudaError_t launch(const Problem& p, cudaStream_t stream) {
-  const uint32_t share = p.value_heads / p.key_heads;
-  const uint32_t blocks = blocks_of(int64_t{p.tokens} * p.value_heads).x;
-  return launch_clusters_early(share, blocks, F::kThreads, sizeof(Shared<F>), stream, step<F>, p);
+  const uint32_t ranks = p.value_heads / p.key_heads / F::kHeads;
+  return launch_clusters_early(ranks, dim3(ranks, p.key_heads, p.tokens), F::kThreads, sizeof(Shared<F>),
+                               stream, step<F>, p);
 }
 
 struct Layer {
@@ -106,11 +107,13 @@ void gated_delta_step(const Tensor& x, const Tensor& gates, const Tensor& qkvz, 
                           norm, epsilon, sigmoid},
                          out);
   require(slots.numel() <= x.size(0), "expected at most one slot for each token");
+  require(x.size(0) < 1 << 16, "expected at most 65535 tokens");  // of a grid
   p.live_tokens = static_cast<uint32_t>(slots.numel());
   if (p.tokens == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool is_float = state.scalar_type() == ScalarType::Float;
-  check((is_float ? launch<Form<Floats>> : launch<Form<Bfloats>>)(p, current_stream(x)));
+  check(with_form(p, is_float, multiprocessors_of(x),
+                  [&](auto form) { return launch<decltype(form)>(p, current_stream(x)); }));
 }
 
 __global__ void __launch_bounds__(kConvolveThreads) convolve(const __grid_constant__ Prompts prompts) {

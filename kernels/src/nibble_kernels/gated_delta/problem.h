@@ -50,6 +50,8 @@ struct Prompts {
 struct Place {
   uint32_t key_heads, value_heads, share, group, rank;
 
+  NIBBLE_FUNCTION Place(const Problem& p, uint32_t share, uint32_t group, uint32_t rank)
+      : key_heads(p.key_heads), value_heads(p.value_heads), share(share), group(group), rank(rank) {}
   NIBBLE_FUNCTION Place(const Problem& p, uint32_t head)
       : key_heads(p.key_heads),
         value_heads(p.value_heads),

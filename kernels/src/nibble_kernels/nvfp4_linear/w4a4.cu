@@ -55,13 +55,12 @@ Tensor nvfp4_w4a4_linear(const Tensor& x_codes, const Tensor& x_scales, const Te
   p.output.out = out.mutable_data_ptr();
   p.output.global_scale = static_cast<float>(global_scale);
   p.output.silu_mul = silu_mul;
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, x.get_device_index()));
+  const uint32_t multiprocessors = multiprocessors_of(x);
   const cudaStream_t stream = current_stream(x);
   std::optional<Tensor> work;  // the first slice needs the most
   for (uint32_t first = 0; first < p.tokens; first += kMostTokens) {
     Problem slice = p.slice(first, kMostTokens);
-    const uint32_t blocks = divide(slice, static_cast<uint32_t>(multiprocessors));
+    const uint32_t blocks = divide(slice, multiprocessors);
     if (!work) {
       work = torch::stable::new_empty(
           x, {static_cast<int64_t>(part_bytes(slice.tokens, blocks) + flag_bytes(blocks))}, ScalarType::Byte);

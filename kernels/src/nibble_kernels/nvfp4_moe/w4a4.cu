@@ -64,8 +64,7 @@ Tensor nvfp4_w4a4_moe(const Tensor& input, const Tensor& topk_weights, const Ten
       weight_of(w2_codes, w2_scales, w2_global_scales, w2_input_scale, w2_bias, w2_rows, inner, experts);
   layer.activation = {static_cast<experts::Function>(function), gated, static_cast<float>(limit),
                       static_cast<float>(alpha), static_cast<float>(beta)};
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, x.get_device_index()));
+  const uint32_t multiprocessors = multiprocessors_of(x);
   const cudaStream_t stream = current_stream(x);
   const bool instructions = use_instructions(x.get_device_index(), stream);
   const uint32_t tile = form != 0 ? static_cast<uint32_t>(form)
@@ -75,7 +74,7 @@ Tensor nvfp4_w4a4_moe(const Tensor& input, const Tensor& topk_weights, const Ten
   for_form(tile, [&]<class Form>(Form) {
     for_bool(instructions, [&](auto with_instructions) {
       using Convert = std::conditional_t<decltype(with_instructions)::value, Instructions, Software>;
-      const Launches<__nv_bfloat16, Form, Convert> launches(layer, static_cast<uint32_t>(multiprocessors));
+      const Launches<__nv_bfloat16, Form, Convert> launches(layer, multiprocessors);
       const Tensor work =
           torch::stable::new_empty(x, {static_cast<int64_t>(launches.bytes())}, ScalarType::Byte);
       check(launches.all(work.mutable_data_ptr(), stream));

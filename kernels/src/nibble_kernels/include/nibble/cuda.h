@@ -14,6 +14,12 @@ namespace nibble {
 
 inline void check(cudaError_t error) { require(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error)); }
 
+inline uint32_t multiprocessors_of(const Tensor& x) {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, x.get_device_index()));
+  return static_cast<uint32_t>(count);
+}
+
 inline cudaStream_t current_stream(const Tensor& x) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));

@@ -14,14 +14,14 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 }
 
 // The attributes belong to the configuration. Clusters of `ranks` blocks, or none.
-inline cudaLaunchConfig_t early_config(cudaLaunchAttribute (&attributes)[2], uint32_t ranks, uint32_t blocks,
+inline cudaLaunchConfig_t early_config(cudaLaunchAttribute (&attributes)[2], uint32_t ranks, dim3 blocks,
                                        uint32_t threads, uint32_t shared_bytes, cudaStream_t stream) {
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {ranks, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -31,7 +31,7 @@ inline cudaLaunchConfig_t early_config(cudaLaunchAttribute (&attributes)[2], uin
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_clusters_early(uint32_t ranks, uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+cudaError_t launch_clusters_early(uint32_t ranks, dim3 blocks, uint32_t threads, uint32_t shared_bytes,
                                   cudaStream_t stream, void (*kernel)(Parameters...),
                                   const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2]{};
