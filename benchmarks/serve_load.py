@@ -51,7 +51,7 @@ from start_time import describe_model  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "serve_load_8b_h200.json"
 STREAMS, TOKENS = (1, 4, 8, 16, 32, 64), 256
-PROMPTS, PROMPT_OUT, PROMPT_REQUESTS = (8, 64, 256, 512, 1024, 2048, 8192), 8, 3
+PROMPTS, PROMPT_OUT, PROMPT_REQUESTS = (8, 64, 256, 512, 1024, 2048, 8192), 8, 8
 TOKEN_IDS = (300, 1000)  # also in the vocabulary of the embedded demo
 WARM_OUT = 64  # tokens of a row's first requests, which compile and capture
 SIDES = ("stock", "nibble")

@@ -5,6 +5,8 @@
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90a -I kernels/src/nibble_kernels \
 //     -I kernels/src/nibble_kernels/include -o experts_chain benchmarks/offline_gpu/experts_chain.cu
 //   ./experts_chain
+//   ./experts_chain stress SECONDS     replays of every form, whose bits are compared
+//   ./experts_chain spin SECONDS       keeps the GPU busy for another process
 //
 // Each layer has another routing; the weights of several layers exceed the cache. Medians, in µs a layer,
 // less the stand-in's own time. A star marks the form that nvfp4_moe_linear takes.
@@ -12,6 +14,7 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -144,6 +147,24 @@ __global__ void __launch_bounds__(Few::kThreads, 1)
   decode::run_experts<Bfloat, nibble::BfloatOperand, Few>(problem, experts, table, memory);
 }
 
+// Where replays differ from the first one: the number of words, and the first of them.
+struct Differences {
+  unsigned long long words;
+  uint32_t call, word, expected, found;
+};
+__global__ void __launch_bounds__(256)
+    compare(const uint32_t* expected, const uint32_t* found, uint32_t words, uint32_t call, Differences* to) {
+  const uint32_t i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= words || expected[i] == found[i]) return;
+  if (atomicAdd(&to->words, 1ull) == 0) to->call = call, to->word = i, to->expected = expected[i], to->found = found[i];
+}
+
+__global__ void spin_for(uint64_t cycles) {
+  const uint64_t begin = clock64();
+  while (clock64() - begin < cycles) {
+  }
+}
+
 struct Shape {
   const char* name;
   uint32_t experts, inner, hidden;
@@ -192,6 +213,21 @@ class Bench {
     for (uint32_t i = 0; i < kCalls; ++i) out_.push_back(allocate<Bfloat>(kMostTokens * shape.hidden));
   }
 
+  // Tokens choose one after another of all experts.
+  void route_each(uint32_t tokens) {
+    tokens_ = tokens, used_ = std::min(tokens * kTopk, shape_.experts);
+    std::mt19937 random(tokens);
+    ids_from_.clear(), weights_from_.clear();
+    for (uint32_t call = 0; call < kCalls; ++call) {
+      std::vector<int32_t> ids;
+      std::vector<float> weights;
+      for (uint32_t pair = 0; pair < tokens * kTopk; ++pair) {
+        ids.push_back(static_cast<int32_t>((pair + call * 37) % shape_.experts));
+        weights.push_back(std::uniform_real_distribution<float>(0, 0.25f)(random));
+      }
+      ids_from_.push_back(copied(ids)), weights_from_.push_back(copied(weights));
+    }
+  }
   void route(uint32_t tokens, double exponent) {
     tokens_ = tokens;
     std::mt19937 random(tokens);
@@ -392,6 +428,48 @@ class Bench {
     return some;
   }
 
+  // Replays each form for so long, and compares every result with the form's first.
+  void stress(double seconds) {
+    auto some = variants();
+    some.push_back({"tiles of 16", [this](uint32_t i) { three_launches<Form16>(i); }});
+    some.push_back({"tiles of 32", [this](uint32_t i) { three_launches<Form32>(i); }});
+    some.push_back({"tiles of 64", [this](uint32_t i) { three_launches<Form64>(i); }});
+    some.push_back({"tiles of 128", [this](uint32_t i) { three_launches<Form128>(i); }});
+    const uint32_t words = tokens_ * shape_.hidden / 2, blocks = quotient_up(words, 256);
+    uint32_t* const expected = allocate<uint32_t>(size_t{words} * kCalls);
+    Differences* const differences = allocate<Differences>(1);
+    for (const Variant& one : some) {
+      const cudaGraphExec_t graph = captured(one.chain);
+      replay(graph);
+      for (uint32_t call = 0; call < kCalls; ++call)
+        check(cudaMemcpy(expected + size_t{call} * words, out_[call], size_t{words} * 4, cudaMemcpyDeviceToDevice));
+      check(cudaMemset(differences, 0, sizeof(Differences)));
+      uint64_t replays = 0;
+      const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+      for (; std::chrono::steady_clock::now() < end; ++replays) {
+        check(cudaGraphLaunch(graph, stream_));
+        for (uint32_t call = 0; call < kCalls; ++call) {
+          compare<<<blocks, 256, 0, stream_>>>(expected + size_t{call} * words,
+                                               reinterpret_cast<const uint32_t*>(out_[call]), words, call, differences);
+        }
+        if (replays % 16 == 0) check(cudaStreamSynchronize(stream_));
+      }
+      check(cudaStreamSynchronize(stream_));
+      Differences found;
+      check(cudaMemcpy(&found, differences, sizeof(found), cudaMemcpyDeviceToHost));
+      std::printf("%s, %u tokens, %s: %llu layers, %llu words differ, counters %s", shape_.name, tokens_,
+                  one.name.c_str(), static_cast<unsigned long long>(replays * kCalls), found.words,
+                  counters_are_zero() ? "zero" : "NOT ZERO");
+      if (found.words)
+        std::printf("; call %u, token %u, column %u: %08x, found %08x", found.call, found.word / (shape_.hidden / 2),
+                    found.word % (shape_.hidden / 2) * 2, found.expected, found.found);
+      std::printf("\n");
+      std::fflush(stdout);
+      check(cudaGraphExecDestroy(graph));
+    }
+    check(cudaFree(expected)), check(cudaFree(differences));
+  }
+
   void measure() {
     const cudaGraphExec_t alone = captured([](uint32_t) {});
     std::vector<cudaGraphExec_t> graphs{alone};
@@ -475,7 +553,27 @@ class Bench {
 
 }  // namespace
 
-int main() {
+int main(int count, char** words) {
+  if (count == 3 && std::string(words[1]) == "spin") {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::atof(words[2]));
+    while (std::chrono::steady_clock::now() < end) {
+      spin_for<<<1024, 256>>>(4'000'000);
+      check(cudaDeviceSynchronize());
+    }
+    return 0;
+  }
+  if (count == 3 && std::string(words[1]) == "stress") {
+    for (const Shape& shape : kShapes) {
+      Bench bench(shape);
+      for (const uint32_t tokens : {4, 16, 33, 64}) {
+        bench.route_each(tokens);
+        bench.stress(std::atof(words[2]));
+        bench.route(tokens, 0.0);
+        bench.stress(std::atof(words[2]));
+      }
+    }
+    return 0;
+  }
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s, %d multiprocessors\n", properties.name, properties.multiProcessorCount);

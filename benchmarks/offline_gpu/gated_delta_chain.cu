@@ -6,7 +6,8 @@
 //   ./gated_delta_chain [bfloat16|float32 TOKENS]     one call alone, for ncu
 //
 // Each call has other sequences, drawn from a pool that exceeds the cache. Medians, in us a call, less the
-// stand-in's own time; GB/s of the states, read and written. "copy" reads and writes the same states only.
+// stand-in's own time, of each form: heads of a block, blocks of a multiprocessor. A star marks the form that
+// gated_delta_step takes. "copy" reads and writes the same states only.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <functional>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "gated_delta/step.cuh"
@@ -120,7 +122,7 @@ class Bench {
                        reinterpret_cast<const uint4*>(qkvz_from_), reinterpret_cast<uint4*>(qkvz_), words));
   }
 
-  void enqueue_step(bool is_float, uint32_t tokens, uint32_t call) {
+  Problem problem_of(uint32_t tokens, uint32_t call) const {
     Problem p{};
     p.x = x_, p.gates = gates_[call % kLayers], p.qkvz = qkvz_;
     p.conv_weight = conv_weight_[call % kLayers];
@@ -132,11 +134,20 @@ class Bench {
     p.tokens = p.live_tokens = tokens, p.columns = kColumns;
     p.key_heads = kKeyHeads, p.value_heads = kValueHeads, p.slot_stride = 1;
     p.epsilon = 1e-6f, p.is_interleaved = 1;
-    with_form(p, is_float, multiprocessors_, [&]<class F>(F) {
-      const uint32_t ranks = kValueHeads / kKeyHeads / F::kHeads;
-      check(launch_clusters_early(ranks, dim3(ranks, kKeyHeads, tokens), F::kThreads, sizeof(Shared<F>),
-                                  stream_, step<F>, p));
-    });
+    return p;
+  }
+
+  template <class F>
+  void enqueue_step(uint32_t tokens, uint32_t call) {
+    const uint32_t ranks = kValueHeads / kKeyHeads / F::kHeads;
+    check(launch_clusters_early(ranks, dim3(ranks, kKeyHeads, tokens), F::kThreads, sizeof(Shared<F>),
+                                stream_, step<F>, problem_of(tokens, call)));
+  }
+  template <class F>
+  bool is_chosen(uint32_t tokens) const {
+    constexpr bool kIsFloat = std::is_same_v<typename F::State, Floats>;
+    return with_form(problem_of(tokens, 0), kIsFloat, multiprocessors_,
+                     []<class Chosen>(Chosen) { return std::is_same_v<Chosen, F>; });
   }
 
   void enqueue_copy(uint32_t tokens, uint32_t call, uint32_t number_bytes) {
@@ -183,25 +194,28 @@ class Bench {
     return medians;
   }
 
-  void compare(bool is_float) {
-    const uint32_t number_bytes = is_float ? 4 : 2;
+  template <class... Forms>
+  void compare(const char* name, uint32_t number_bytes) {
     for (const uint32_t tokens : {1u, 2u, 4u, 8u, 16u, 32u, 64u, 128u}) {
-      const auto t = time({[&](uint32_t) { enqueue_product(tokens); },
-                           [&](uint32_t call) { enqueue_product(tokens), enqueue_step(is_float, tokens, call); },
-                           [&](uint32_t call) {
-                             enqueue_product(tokens), enqueue_copy(tokens, call, number_bytes);
-                           }});
-      const double bytes = 2.0 * tokens * kValueHeads * kHead * kHead * number_bytes;
-      std::printf("%s, %3u tokens: step %6.2f us (%4.0f GB/s), copy %6.2f us (%4.0f GB/s), product %5.2f us\n",
-                  is_float ? "float32" : "bfloat16", tokens, t[1] - t[0], bytes / (t[1] - t[0]) / 1e3, t[2] - t[0],
-                  bytes / (t[2] - t[0]) / 1e3, t[0]);
+      const std::vector<double> t = time(
+          {[&](uint32_t) { enqueue_product(tokens); },
+           [&](uint32_t call) { enqueue_product(tokens), enqueue_copy(tokens, call, number_bytes); },
+           [&](uint32_t call) { enqueue_product(tokens), enqueue_step<Forms>(tokens, call); }...});
+      std::printf("%s, %3u tokens: copy %6.2f", name, tokens, t[1] - t[0]);
+      const double* found = t.data() + 2;
+      (std::printf(" | %u head, %u blocks%s %6.2f", Forms::kHeads, Forms::kBlocksOnHopper,
+                   is_chosen<Forms>(tokens) ? "*" : "", *found++ - t[0]),
+       ...);
+      std::printf("\n");
     }
   }
 
+  // One call of the form that is taken.
   void once(bool is_float, uint32_t tokens) {
     for (uint32_t call = 0; call < 3; ++call) {
       enqueue_product(tokens);
-      enqueue_step(is_float, tokens, call);
+      with_form(problem_of(tokens, call), is_float, multiprocessors_,
+                [&]<class F>(F) { enqueue_step<F>(tokens, call); });
     }
     check(cudaDeviceSynchronize());
   }
@@ -224,7 +238,7 @@ int main(int count, char** words) {
     bench.once(std::string(words[1]) == "float32", static_cast<uint32_t>(std::atoi(words[2])));
     return 0;
   }
-  bench.compare(false);
-  bench.compare(true);
+  bench.compare<Form<Bfloats, 1, 2>, Form<Bfloats, 1, 4>, Form<Bfloats, 2, 3>>("bfloat16", 2);
+  bench.compare<Form<Floats, 1, 2>, Form<Floats, 1, 3>>("float32", 4);
   return 0;
 }

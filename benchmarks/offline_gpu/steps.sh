@@ -8,6 +8,9 @@ step() {
   local name=$1 limit=$2 begun=${SECONDS} code=0
   shift 2
   echo "$(date +%T) begins ${name}" >>/tmp/R/steps
-  timeout -k 5 "${limit}" "$@" >"/tmp/R/${name}.log" 2>&1 || code=$?
+  timeout -k 5 "${limit}" "$@" >"/tmp/R/${name}.log" 2>&1 &
+  local group=$!
+  wait "${group}" || code=$?
+  kill -KILL -- "-${group}" 2>/dev/null # workers that hang in a kernel outlive the command, and keep the GPU busy
   echo "$(date +%T) ended  ${name} with ${code} after $((SECONDS - begun)) s" >>/tmp/R/steps
 }

@@ -274,10 +274,17 @@ def make_budget(
 
 
 def make_bound(
-    target: Target, hardware: Hardware, checkpoint: Checkpoint | None, gpus_per_model: int
+    target: Target,
+    hardware: Hardware,
+    checkpoint: Checkpoint | None,
+    gpus_per_model: int,
+    bytes_not_read: int = 0,
 ) -> DecodeBound:
-    """The decode bound on these GPUs, or why it is unknown."""
+    """The decode bound on these GPUs, or why it is unknown. `bytes_not_read`: of the checkpoint's,
+    because a smaller copy is read.
+    """
     step = checkpoint.weights.decode_bytes_per_step if checkpoint and checkpoint.weights else None
+    step = step and step - bytes_not_read
     model = target.gpu_model(hardware.gpus[0].name) if hardware.gpus else None
     if target.device == "cpu":
         return _bound_of_cpu(step, hardware)

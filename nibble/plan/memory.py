@@ -17,6 +17,7 @@ from nibble.plan.choice import Choice, Choices, Layer
 from nibble.plan.draft_head import draft_head_bytes
 from nibble.plan.expert_memory import experts_workspace_bytes, most_tokens
 from nibble.plan.inputs import PlanInputs
+from nibble.plan.leading_head import leading_head_bytes
 from nibble.plan.step_graph import planned_bytes
 from nibble.plan.topology import Topology
 from nibble.plan.w4a4_memory import linear_workspace_bytes
@@ -85,7 +86,7 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
         graphs_bytes=_graphs_bytes(inputs, args),
         kv_cache_bytes=int(kv_choice.value) if kv_choice else None,
         kernels_bytes=_kernels_bytes(inputs, args),
-        copies_bytes=draft_head_bytes(inputs.checkpoint, args),
+        copies_bytes=draft_head_bytes(inputs.checkpoint, args) + leading_head_bytes(inputs, args),
     )
 
     def sequence_at(tokens: int, dtype: str) -> int | None:

@@ -24,6 +24,7 @@ from nibble.plan.environment import decide_environment, on_hub
 from nibble.plan.expert_kernel import check_experts, choose_expert_kernel, expert_kernel_flags
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.layers import read_layers
+from nibble.plan.leading_head import bytes_not_read
 from nibble.plan.linear_attention import choose_linear_attention
 from nibble.plan.linear_kernel import choose_linear_kernel, linear_kernel_flags
 from nibble.plan.load_check import load_check_flags, load_check_notices
@@ -333,7 +334,11 @@ def _assemble(situation: Situation) -> Plan:
         budget=memory.budget,
         ladder=memory.ladder,
         bound=make_bound(
-            inputs.target, inputs.hardware, inputs.checkpoint, situation.tensor_parallel
+            inputs.target,
+            inputs.hardware,
+            inputs.checkpoint,
+            situation.tensor_parallel,
+            bytes_not_read(inputs, flags),
         ),
         moe_alias=alias,
         topology=situation.topology,

@@ -74,9 +74,15 @@ def test_steps_that_nibble_prepares_answer_with_the_bits_of_those_that_vllm_prep
     model = write_checkpoint(tmp_path / "qwen3", SHAPE, "modelopt")
     lines = compared(installed, tmp_path, str(model), program="steps_in_vllm.py")
     found = [json.loads(line) for line in lines]
-    assert len(found) == 6
+    assert len(found) == 24
+    alone = ("greedy", "top-k", "greedy and top-k", "log-probs of prompts")
+    at_times = ("one without top-k", "minimum of tokens")
     for each in found:
         assert each["equal"], found
+        if each["sampling"] in at_times:
+            assert 0 < each["leading"] < each["prepared"], each
+        else:
+            assert each["leading"] == (each["prepared"] if each["sampling"] in alone else 0), each
         # Steps with a new prompt are vLLM's, and those with prompts whose log-probs are wanted.
         if each["sampling"] == "log-probs of prompts" and each["piece"] == 1:
             assert 0 < each["prepared"] < each["steps"] / 2, found

@@ -102,6 +102,12 @@ def replace_layers(model: Any) -> None:
         logger.info_once("decoder layers are computed by vLLM's modules: %s", str(reason))
 
 
+def operators_of(model: Any) -> OperatorForward | None:
+    """The operators that compute the layers of a causal model, if there are any."""
+    found = getattr(model.model.forward, "__self__", None)
+    return found if isinstance(found, OperatorForward) else None
+
+
 def _known(layer: Any) -> Any:
     expect(type(layer) in LAYERS, f"a {type(layer).__name__}")
     attention = layer.self_attn

@@ -29,7 +29,7 @@ def read_heads_as_stored() -> None:
     dispatch = required(utils, name, "layer", "remove_weight")
 
     def dispatch_others(layer: Any, remove_weight: bool) -> None:
-        if _is_embedding(layer) and _is_ours(layer.weight):
+        if _is_embedding(layer) and is_ours(layer.weight):
             layer.cpu_linear = head_product
         else:
             dispatch(layer, remove_weight)
@@ -42,7 +42,8 @@ def _is_embedding(layer: object) -> bool:
     return isinstance(layer, VocabParallelEmbedding)  # of which heads are a kind
 
 
-def _is_ours(weight: Tensor) -> bool:
+def is_ours(weight: Tensor) -> bool:
+    """Whether bf16_linear reads it."""
     return weight.dtype == torch.bfloat16 and weight.ndim == 2 and weight.is_contiguous()
 
 

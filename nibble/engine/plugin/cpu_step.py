@@ -22,7 +22,8 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from nibble.engine.plugin.cpu_decoder import OperatorForward
+from nibble.engine.plugin.cpu_decoder import OperatorForward, operators_of
+from nibble.engine.plugin.cpu_leading import leading_logits
 from nibble.engine.plugin.plain_decoders import CAUSAL_MODELS
 from nibble.engine.plugin.require import replace, required, required_of_instances
 
@@ -85,10 +86,10 @@ def _operators_of(runner: Any) -> OperatorForward | None:
     model = runner.model
     if type(model) not in CAUSAL_MODELS or any(getattr(runner, name) for name in _OTHER_FEATURES):
         return None
-    operators = getattr(model.model.forward, "__self__", None)
+    operators = operators_of(model)
     parallel = runner.parallel_config
     if (
-        not isinstance(operators, OperatorForward)
+        operators is None
         or not operators.has_steps()
         or parallel.world_size * parallel.data_parallel_size != 1
         or len(runner.kv_cache_config.kv_cache_groups) != 1
@@ -109,7 +110,8 @@ def _execute(runner: Any, operators: OperatorForward, scheduled: Any) -> None:
     # What is sampled after a piece of a prompt that is not its last is dropped.
     lengths = np.array([runner.requests[each].num_tokens for each in batch.req_ids], np.int32)
     runner.discard_request_mask.np[:count] = batch.num_computed_tokens_cpu[:count] + 1 < lengths
-    logits = runner.model.compute_logits(hidden)
+    with leading_logits(runner.model, batch, scheduled):
+        logits = runner.model.compute_logits(hidden)
     runner.execute_model_state = gpu_model_runner.ExecuteModelState(
         scheduled, logits, None, None, hidden, hidden, None, None, None, None
     )

@@ -20,6 +20,7 @@ from nibble.engine.plugin import (
     cpu_draws,
     cpu_greedy,
     cpu_head,
+    cpu_leading,
     cpu_logprobs,
     cpu_mapped,
     cpu_pages,
@@ -77,6 +78,7 @@ def install() -> None:
     cpu_draws.draw_with_few_exponentials()
     cpu_greedy.compare_in_vectors()
     cpu_head.read_heads_as_stored()
+    cpu_leading.follow_loading()
     cpu_logprobs.count_without_compiler()
     cpu_mapped.give_read_pages_back()
     cpu_pages.use_large_pages()

@@ -50,11 +50,7 @@ Tensor bf16_linear(const Tensor& input, const Tensor& weight) {
   const auto* from = static_cast<const uint16_t*>(x.const_data_ptr());
   const auto* w = static_cast<const uint16_t*>(weight.const_data_ptr());
   auto* to = static_cast<torch::headeronly::BFloat16*>(y.mutable_data_ptr());
-  auto products = bf16_products;
-#if NIBBLE_HAS_X86_LEVELS
-  if (matmul_level().number >= kLevelWithAvx2) products = bf16_products_avx2;
-  if (matmul_level().number >= kLevelWithBf16) products = bf16_products_avx512_bf16;
-#endif
+  const Bf16Products products = bf16_products_of_level();
   const int64_t unit = std::max<int64_t>(4, kPieceBytes / (2 * columns) / 4 * 4);
   share_out((weight_rows + unit - 1) / unit, [&](int64_t piece) {
     const int64_t first = piece * unit, count = std::min(unit, weight_rows - first);
@@ -77,6 +73,14 @@ void bf16_products(const uint16_t* x, int64_t count, const uint16_t* weight, int
   for (int64_t n = 0; n < weight_rows; ++n)
     for (int64_t row = 0; row < count; ++row)
       sums[row * stride + n] = product(x + row * columns, weight + n * columns, columns);
+}
+
+Bf16Products bf16_products_of_level() {
+#if NIBBLE_HAS_X86_LEVELS
+  if (matmul_level().number >= kLevelWithBf16) return bf16_products_avx512_bf16;
+  if (matmul_level().number >= kLevelWithAvx2) return bf16_products_avx2;
+#endif
+  return bf16_products;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CPU, library) { library.impl("bf16_linear", TORCH_BOX(&bf16_linear)); }

@@ -17,7 +17,7 @@ namespace nibble::gated_delta {
 template <class StateType, uint32_t Heads, uint32_t Blocks>
 struct Form {
   using State = StateType;
-  static constexpr uint32_t kThreads = gated_delta::kThreads, kHeads = Heads;
+  static constexpr uint32_t kThreads = gated_delta::kThreads, kHeads = Heads, kBlocksOnHopper = Blocks;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
   static constexpr uint32_t kBlocks = Blocks;
 #else

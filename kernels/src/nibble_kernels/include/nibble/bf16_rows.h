@@ -18,4 +18,8 @@ void bf16_products_avx2(const uint16_t* x, int64_t count, const uint16_t* weight
 void bf16_products_avx512_bf16(const uint16_t* x, int64_t count, const uint16_t* weight, int64_t weight_rows,
                                int64_t columns, float* sums, int64_t stride);
 
+using Bf16Products = decltype(&bf16_products);
+// Those of matmul_level().
+Bf16Products bf16_products_of_level();
+
 }  // namespace nibble::cpu
