@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(256)
     compare(const uint32_t* expected, const uint32_t* found, uint32_t words, uint32_t call, Differences* to) {
   const uint32_t i = blockIdx.x * 256 + threadIdx.x;
   if (i >= words || expected[i] == found[i]) return;
-  if (atomicAdd(&to->words, 1ull) == 0) to->call = call, to->word = i, to->expected = expected[i], to->found = found[i];
+  if (atomicAdd(&to->words, 1ull) != 0) return;
+  to->call = call, to->word = i, to->expected = expected[i], to->found = found[i];
 }
 
 __global__ void spin_for(uint64_t cycles) {
@@ -442,7 +443,8 @@ class Bench {
       const cudaGraphExec_t graph = captured(one.chain);
       replay(graph);
       for (uint32_t call = 0; call < kCalls; ++call)
-        check(cudaMemcpy(expected + size_t{call} * words, out_[call], size_t{words} * 4, cudaMemcpyDeviceToDevice));
+        check(cudaMemcpy(expected + size_t{call} * words, out_[call], size_t{words} * 4,
+                         cudaMemcpyDeviceToDevice));
       check(cudaMemset(differences, 0, sizeof(Differences)));
       uint64_t replays = 0;
       const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
@@ -450,7 +452,8 @@ class Bench {
         check(cudaGraphLaunch(graph, stream_));
         for (uint32_t call = 0; call < kCalls; ++call) {
           compare<<<blocks, 256, 0, stream_>>>(expected + size_t{call} * words,
-                                               reinterpret_cast<const uint32_t*>(out_[call]), words, call, differences);
+                                               reinterpret_cast<const uint32_t*>(out_[call]), words, call,
+                                               differences);
         }
         if (replays % 16 == 0) check(cudaStreamSynchronize(stream_));
       }
@@ -461,8 +464,9 @@ class Bench {
                   one.name.c_str(), static_cast<unsigned long long>(replays * kCalls), found.words,
                   counters_are_zero() ? "zero" : "NOT ZERO");
       if (found.words)
-        std::printf("; call %u, token %u, column %u: %08x, found %08x", found.call, found.word / (shape_.hidden / 2),
-                    found.word % (shape_.hidden / 2) * 2, found.expected, found.found);
+        std::printf("; call %u, token %u, column %u: %08x, found %08x", found.call,
+                    found.word / (shape_.hidden / 2), found.word % (shape_.hidden / 2) * 2, found.expected,
+                    found.found);
       std::printf("\n");
       std::fflush(stdout);
       check(cudaGraphExecDestroy(graph));

@@ -74,7 +74,7 @@ def test_outliers_and_numbers_of_all_sizes_stay_within_the_bound() -> None:
         x = (torch.randn(4, 300) * 10 ** (torch.randn(4, 300) * power / 4)).bfloat16()
         x[:, 7] *= 1000
         assert_largest_are_right(x, weight, 4)
-    for size in (1e-38, 1e-20, 1e18):
+    for size in (1e-41, 1e-38, 1e-20, 1e18):
         x, weight = torch.randn(2, 64) * size, torch.randn(500, 64) * size
         assert_largest_are_right(x.bfloat16(), weight.bfloat16(), 2)
 

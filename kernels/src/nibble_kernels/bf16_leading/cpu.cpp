@@ -1,6 +1,7 @@
 // nibble::bf16_leading on the CPU: the largest products of rows with a BF16 weight. The weight's copy in eight
 // bits gives a product with a bound for its error. Only products that may be among the largest are computed.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -37,8 +38,9 @@ struct Row {
       most = std::max(most, std::fabs(values[i]));
       squares += static_cast<double>(values[i]) * values[i];
     }
-    const bool is_usual = most > 0 && std::isfinite(squares);
-    scale = is_usual ? most / most_code(columns) : 0;
+    scale = most / most_code(columns);
+    const bool is_usual = std::isfinite(squares) && scale >= std::numeric_limits<float>::min();
+    if (!is_usual) scale = 0;
     for (int64_t i = 0; i < columns; ++i) {
       codes[i] = is_usual ? static_cast<int16_t>(std::lrintf(values[i] / scale)) : 0;
       const double rest_of = values[i] - static_cast<double>(codes[i]) * scale;
