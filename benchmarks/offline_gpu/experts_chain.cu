@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "device_memory.cuh"
 #include "nibble/overlap.cuh"
 #include "nvfp4_moe/add_up.cuh"
 #include "nvfp4_moe/decode.cuh"
@@ -39,27 +40,6 @@ using Bfloat = __nv_bfloat16;
 using Few = decode::LargeForms::Few;
 
 constexpr uint32_t kTopk = 8, kMostTokens = 64, kLayers = 3, kCalls = 12, kRounds = 15;
-
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::printf("%s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
-
-template <class T>
-T* allocate(size_t count) {
-  void* found = nullptr;
-  check(cudaMalloc(&found, std::max<size_t>(count * sizeof(T), 256)));
-  check(cudaMemset(found, 0, std::max<size_t>(count * sizeof(T), 256)));
-  return static_cast<T*>(found);
-}
-
-template <class T>
-T* copied(const std::vector<T>& values) {
-  T* const found = allocate<T>(values.size());
-  check(cudaMemcpy(found, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return found;
-}
 
 __global__ void fill(uint32_t* to, size_t count, uint32_t mask, uint32_t base, uint32_t seed) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;

@@ -20,6 +20,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "device_memory.cuh"
 #include "gated_delta/step.cuh"
 #include "nibble/overlap.cuh"
 
@@ -32,27 +33,6 @@ using nibble::launch_early;
 constexpr uint32_t kKeyHeads = 16, kValueHeads = 32, kColumns = 2048, kPool = 1024, kMostTokens = 128;
 constexpr uint32_t kChannels = (2 * kKeyHeads + kValueHeads) * kHead;
 constexpr uint32_t kRow = 2 * (kKeyHeads + kValueHeads) * kHead, kLayers = 4, kCalls = 12, kRounds = 15;
-
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::printf("%s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
-
-template <class T>
-T* allocate(size_t count) {
-  void* found = nullptr;
-  check(cudaMalloc(&found, count * sizeof(T)));
-  check(cudaMemset(found, 0, count * sizeof(T)));
-  return static_cast<T*>(found);
-}
-
-template <class T>
-T* copied(const std::vector<T>& values) {
-  T* const found = allocate<T>(values.size());
-  check(cudaMemcpy(found, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return found;
-}
 
 uint16_t bfloat(float x) { return static_cast<__nv_bfloat16_raw>(__float2bfloat16(x)).x; }
 

@@ -13,6 +13,7 @@ from nibble.checkpoint import Checkpoint
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.nvfp4_options import UNQUANTIZED, asked, stored_head
+from nibble.plan.startup import SPECULATIVE
 
 # Those of plain_decoders.py, whose steps are operators of nibble's.
 ARCHITECTURES = frozenset(
@@ -34,6 +35,7 @@ def leading_head_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
         or not _is_bf16(checkpoint)
         or asked(values).get("quantize_lm_head") == "nvfp4"
         or values.get("--enable-lora")
+        or any(values.get(flag) not in (None, False) for flag in SPECULATIVE)
         or any((values.get(flag) or 1) != 1 for flag in _RANKS)
     ):
         return 0

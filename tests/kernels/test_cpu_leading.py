@@ -139,3 +139,10 @@ def test_products_without_counts_are_whole() -> None:
     assert torch.equal(head(x, weight, None), whole)
     head.counts = torch.tensor([1])
     assert torch.equal(head(x, weight, None), whole)  # another number of rows
+
+
+def test_the_plan_counts_copies_of_the_models_that_get_one() -> None:
+    from nibble.engine.plugin.plain_decoders import CAUSAL_MODELS
+    from nibble.plan.leading_head import ARCHITECTURES
+
+    assert {model.__name__ for model in CAUSAL_MODELS} == ARCHITECTURES

@@ -47,7 +47,8 @@ def test_the_copy_counts_as_weights_and_fewer_bytes_are_read(model: Path) -> Non
 
 
 def test_where_steps_are_not_nibbles_there_is_no_copy(model: Path, tmp_path: Path) -> None:
-    for words in (("--tensor-parallel-size", "2"), ("--enable-lora",)):
+    drafts = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
+    for words in (("--tensor-parallel-size", "2"), ("--enable-lora",), drafts):
         plan = planned(model, *words)
         assert plan.checkpoint is not None
         assert plan.checkpoint.weights is not None

@@ -16,6 +16,7 @@ import nibble_kernels
 import torch
 from nibble_kernels.bf16_leading import Sketch, bf16_leading, sketch_of
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.logits_processor import builtin
@@ -69,7 +70,8 @@ def follow_loading() -> None:
         required_of_instances(processor, field)
 
     def change(model: nn.Module) -> None:
-        if type(model) in CAUSAL_MODELS and operators_of(model) is not None:
+        has_drafts = get_current_vllm_config().speculative_config is not None  # vLLM's steps then
+        if type(model) in CAUSAL_MODELS and operators_of(model) is not None and not has_drafts:
             sketch_head(model)
 
     after_loading(change)

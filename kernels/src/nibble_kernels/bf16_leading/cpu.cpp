@@ -75,6 +75,8 @@ NIBBLE_CPU_LEVELS void add_up_four(const int16_t* const (&x)[kRowsAtOnce], const
   }
 }
 
+int64_t groups_of(int64_t products) { return (products + kGroup - 1) / kGroup; }
+
 // Of each row of x: the most that each product can be, and for groups of neighbouring products the most of these
 // and the largest number that one of the products is not below.
 struct Bounds {
@@ -119,6 +121,38 @@ NIBBLE_CPU_LEVELS Largest bound(const int32_t* sums, const Measures& weight, int
   return found;
 }
 
+// The bounds of each row's products with a weight of these codes.
+std::vector<Bounds> bounds_of(const std::vector<Row>& rows, const int8_t* code, const float* measure, int64_t products,
+                              int64_t columns) {
+  const int64_t count = static_cast<int64_t>(rows.size()), groups = groups_of(products);
+  const int64_t unit = std::max<int64_t>(1, kPieceBytes / (kGroup * columns)), pieces = (groups + unit - 1) / unit;
+  std::vector<Bounds> bounds(count, Bounds(products, groups));
+  share_out(pieces, [&](int64_t piece) {
+    int32_t sums[kRowsAtOnce * kGroup];
+    for (int64_t group = piece * unit; group < std::min((piece + 1) * unit, groups); ++group) {
+      const int64_t first = group * kGroup, here = std::min(kGroup, products - first);
+      const Measures own{measure + first, measure + products + first, measure + 2 * products + first};
+      for (int64_t i = 0; i < count;) {
+        const int64_t at_once = std::min(kRowsAtOnce, count - i);
+        const int16_t* x_codes[kRowsAtOnce];  // the last row again where there are fewer
+        for (int64_t k = 0; k < kRowsAtOnce; ++k) x_codes[k] = rows[i + std::min(k, at_once - 1)].codes.data();
+        if (at_once == 1) {
+          add_up(x_codes[0], code + first * columns, here, columns, sums);
+        } else {
+          add_up_four(x_codes, code + first * columns, here, columns, sums);
+        }
+        for (int64_t k = 0; k < at_once; ++k, ++i) {
+          const Row& by = rows[i];
+          const Largest found = bound(sums + k * kGroup, own, here, by.scale, by.size, by.rest,
+                                      bounds[i].most.data() + first);
+          bounds[i].group_most[group] = found.most, bounds[i].group_least[group] = found.least;
+        }
+      }
+    }
+  });
+  return bounds;
+}
+
 Tensor bf16_leading(const Tensor& input, const Tensor& weight, const Tensor& codes, const Tensor& measures,
                     const Tensor& counts) {
   std::optional<WithThreads> threads;
@@ -142,34 +176,10 @@ Tensor bf16_leading(const Tensor& input, const Tensor& weight, const Tensor& cod
   const auto* const measure = static_cast<const float*>(measures.const_data_ptr());
   const auto* const count = static_cast<const int64_t*>(counts.const_data_ptr());
 
-  const int64_t groups = (products + kGroup - 1) / kGroup;
+  const int64_t groups = groups_of(products);
   std::vector<Row> row;
-  std::vector<Bounds> bounds(rows, Bounds(products, groups));
   for (int64_t i = 0; i < rows; ++i) row.emplace_back(from + i * columns, columns);
-  const int64_t unit = std::max<int64_t>(1, kPieceBytes / (kGroup * columns)), pieces = (groups + unit - 1) / unit;
-  share_out(pieces, [&](int64_t piece) {
-    int32_t sums[kRowsAtOnce * kGroup];
-    for (int64_t group = piece * unit; group < std::min((piece + 1) * unit, groups); ++group) {
-      const int64_t first = group * kGroup, here = std::min(kGroup, products - first);
-      const Measures own{measure + first, measure + products + first, measure + 2 * products + first};
-      for (int64_t i = 0; i < rows;) {
-        const int64_t at_once = std::min(kRowsAtOnce, rows - i);
-        const int16_t* x_codes[kRowsAtOnce];  // the last row again where there are fewer
-        for (int64_t k = 0; k < kRowsAtOnce; ++k) x_codes[k] = row[i + std::min(k, at_once - 1)].codes.data();
-        if (at_once == 1) {
-          add_up(x_codes[0], code + first * columns, here, columns, sums);
-        } else {
-          add_up_four(x_codes, code + first * columns, here, columns, sums);
-        }
-        for (int64_t k = 0; k < at_once; ++k, ++i) {
-          const Row& by = row[i];
-          const Largest found = bound(sums + k * kGroup, own, here, by.scale, by.size, by.rest,
-                                      bounds[i].most.data() + first);
-          bounds[i].group_most[group] = found.most, bounds[i].group_least[group] = found.least;
-        }
-      }
-    }
-  });
+  const std::vector<Bounds> bounds = bounds_of(row, code, measure, products, columns);
   const Bf16Products exact = bf16_products_of_level();
   std::vector<float> thresholds;
   for (int64_t i = 0; i < rows; ++i)
