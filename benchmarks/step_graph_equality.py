@@ -8,10 +8,11 @@ Needs a GPU. One engine gets the same requests several times: prompts of 1 to 15
 samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, tool calls, aborts,
 arrivals during decode, shared prefixes, and few cache blocks, so that requests are preempted. It
 takes requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path),
-`on`, or `inputs` (graphs without the sampler). What differs between two passes `off` is not the
-graphs' doing. On an SM90, vLLM's NVFP4 products (Humming) add parts in the order in which they end.
-The order of nibble's kernel (`--linear-kernel`) is fixed. One engine, because two engines may tune
-kernels differently. Also times a decode step for each number of streams.
+`on`, `inputs` (graphs without the sampler), or `pieces` (without whole graphs for prompts). What
+differs between two passes `off` is not the graphs' doing. On an SM90, vLLM's NVFP4 products
+(Humming) add parts in the order in which they end. The order of nibble's kernel (`--linear-kernel`)
+is fixed. One engine, because two engines may tune kernels differently. Also times a decode step for
+each number of streams.
 
 `--drafts` verifies drafts of an EAGLE or MTP head (benchmarks/host_floor.py writes such models).
 Without `--acceptance`, those of random weights are rejected. With it, vLLM accepts the first draft
@@ -40,6 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 RESULT = ROOT / "benchmarks" / "results" / "step_graph_equality.json"
 STREAMS = (1, 8, 16, 32, 64)
 TIMED_STEPS, VOCABULARY = 300, 3000
+IN_PIECES = ("off", "pieces")  # passes without graphs of the whole model for prompts
 NOT_WITH_DRAFTS = ("bias", "min_p")  # vllm 0.32 sampling_params.py:1190
 SCHEMA = {
     "type": "object",
@@ -273,9 +275,12 @@ class PathOfSteps:
 
 def take_path(worker: Any, mode: str) -> None:
     """In a worker: let its steps take a path."""
+    from nibble.engine.plugin.step_graph.prompts import is_for_prompts
+
     runner = worker.model_runner
     if not hasattr(runner, "all_graphs"):
         runner.all_graphs, runner.any_batch = runner._graphs, runner._new_batch
+        runner.all_candidates = dict(runner.cudagraph_manager._candidates)
 
     def without_sampler(*arguments: Any) -> Any:
         batch = runner.any_batch(*arguments)
@@ -286,6 +291,9 @@ def take_path(worker: Any, mode: str) -> None:
     if mode != "off" and runner.all_graphs is None:
         raise RuntimeError("this engine has no graphs of whole steps; its log says why")
     runner._graphs = None if mode == "off" else runner.all_graphs
+    candidates = runner.cudagraph_manager._candidates
+    for key, found in runner.all_candidates.items():
+        candidates[key] = [one for one in found if mode not in IN_PIECES or not is_for_prompts(one)]
     runner._new_batch = without_sampler if mode == "inputs" else runner.any_batch
 
 

@@ -21,6 +21,7 @@ from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 from benchmarks import issue_model
 from tests.support.changes import OPERATORS
 from tests.support.kernels.kernel_build import KERNELS
+from tests.support.kernels.shared_reads import loads_on_their_way
 from tests.support.releases.cuda_tools import NVCC, disassembler
 
 PACKAGE, HERE = KERNELS / "src/nibble_kernels", Path(__file__).parent
@@ -141,6 +142,38 @@ def test_kernels_convert_with_the_targets_instructions(
         if "SATFINITE.E2M1" in opcode
     )
     assert bool(used) == (has_fp4 and ("E2M1" in ptx or "satfinite.e2m1x2" in ptx))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "source"), ALL)
+def test_no_load_is_on_its_way_when_its_shared_memory_is_given_back(
+    arch: str, source: str, compile_for: Compiler
+) -> None:
+    """The bulk copy that an arrival lets go would overtake it."""
+    _, cubin = compile_for(arch, source)
+    found = {name: loads_on_their_way(body) for name, body in sass_functions(cubin)}
+    assert not {name: loads for name, loads in found.items() if loads}
+
+
+def test_a_load_that_nothing_waits_for_is_found() -> None:
+    """In the loop of nvfp4_moe_linear's form of 16 tokens, as it once was: the product comes after
+    the arrival. With the product first, nothing is found.
+    """
+    load = (
+        "/*1120*/ LDS.128 R40, [R60+0x3200] ;  /* 0x003200003c287984 */\n /* 0x000e620000000c00 */"
+    )
+    arrival = (
+        "/*12b0*/ @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R13+URZ+0x1a0c0], RZ ;"
+        " /* 0x01a0c0ff0dff89a7 */\n /* 0x0007e6000810003f */"
+    )
+    product = (
+        "/*12f0*/ HMMA.16816.F32.BF16 R20, R28, R40, R20 ; /* 0x000000281c14723c */\n"
+        " /* 0x002fe20000041814 */"
+    )
+    assert len(loads_on_their_way("\n".join((load, arrival, product)))) == 1
+    assert not loads_on_their_way("\n".join((load, product, arrival)))
+    other = load.replace("0x000e620000000c00", "0x000ea20000000c00")  # another counter
+    assert len(loads_on_their_way("\n".join((other, product, arrival)))) == 1
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class Manager:
         from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
         self.log, self.name, self.asked = log, name, list[tuple[Any, ...]]()
-        self.desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, padded, padded // each)
+        self.desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, padded, padded // each, each)
         self.graphs = {self.desc: object()}
         self.use_aux_hidden_state_outputs, self.aux_hidden_states = False, list[Any]()
         self.hidden_states = torch.zeros(TOKENS, 2)

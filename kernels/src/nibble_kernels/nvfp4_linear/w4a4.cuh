@@ -320,13 +320,16 @@ struct Multiplier {
       Sums sums = {};
       const uint32_t number = at.unit, first_chunk = at.chunk;
       const Unit unit = rows.unit(number);
+      uint32_t previous = Form::kStages;
       do {
+        if (previous != Form::kStages) free_stage(previous);
         instruction::wait_for_phase(full(at.stage), at.parity());
         multiply(stage(at.stage), unit, at.chunk, sums);
         __syncwarp();
-        if (lane == 0) instruction::arrive(empty(at.stage));
+        previous = at.stage;
         advance(at);
       } while (at.left != 0 && at.unit == number);
+      free_stage(previous);
       if (first_chunk != 0) {
         leave_part(sums);
         continue;
@@ -334,6 +337,11 @@ struct Multiplier {
       add_parts(number, sums);
       rows.write(unit, warp, sums);
     }
+  }
+
+  // In another block of instructions than the products of this stage: see instruction::arrive.
+  __device__ __forceinline__ void free_stage(uint32_t i) const {
+    if (lane == 0) instruction::arrive(empty(i));
   }
 
   __device__ __forceinline__ void run() const {

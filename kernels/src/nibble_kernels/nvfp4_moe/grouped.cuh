@@ -490,6 +490,7 @@ struct Multiplier {
         own + Form::kWeightBytes, a, sums, after_previous);
   }
 
+  // In another block of instructions than the products of this stage: see instruction::arrive.
   __device__ __forceinline__ void free_stage(uint32_t i) const {
     if (lane == 0) instruction::arrive(empty(i));
   }
@@ -565,15 +566,19 @@ struct Multiplier {
         free_stage(previous);
       } else {
         Sums others = {};
-        uint32_t columns = columns_of(to.unit);
+        uint32_t columns = columns_of(to.unit), previous = at.stage;
         for (uint32_t step = 0; step < steps; ++step) {
-          if (step != 0) instruction::wait_for_phase(full(at.stage), at.parity);
+          if (step != 0) {
+            free_stage(previous);
+            instruction::wait_for_phase(full(at.stage), at.parity);
+          }
           multiply_stage(stage(at.stage), own, sums, others, columns);
           columns = columns > Form::kStageColumns ? columns - Form::kStageColumns : 0;
           __syncwarp();
-          free_stage(at.stage);
+          previous = at.stage;
           at.advance();
         }
+        free_stage(previous);
         if constexpr (Form::kTokenGroups == 1) {
 #pragma unroll
           for (uint32_t i = 0; i < Form::kSums; ++i) sums[0][i] += others[0][i];

@@ -98,7 +98,7 @@ class StepGraphs:
     def _found_size(self, requests: int) -> BatchSize | None:
         manager, each = self._runner.cudagraph_manager, 1 + self._drafts
         desc = manager.dispatch(requests, requests * each, each, 0, each)
-        if desc.cg_mode != CUDAGraphMode.FULL or desc not in manager.graphs:
+        if desc.uniform_token_count != each or desc not in manager.graphs:
             return None
         drafting = None
         if self.drafter is not None:

@@ -24,6 +24,11 @@ from nibble.engine.plugin.step_graph.counts import Counter, pulse_folder
 from nibble.engine.plugin.step_graph.facts import engine_facts, sampler_tables
 from nibble.engine.plugin.step_graph.graphs import BatchSize, StepGraphs
 from nibble.engine.plugin.step_graph.output import StepOutput
+from nibble.engine.plugin.step_graph.prompts import (
+    add_prompt_graphs,
+    is_for_prompts,
+    refusal_of_prompts,
+)
 from nibble.engine.plugin.step_graph.qualify import (
     STEADY,
     Sampling,
@@ -70,6 +75,21 @@ class StepGraphRunner(GPUModelRunner):
     def initialize_kv_cache(self, *arguments: Any, **options: Any) -> None:
         self._graphs = self._batch = None
         super().initialize_kv_cache(*arguments, **options)
+        if not self._is_asked:
+            return
+        assert self.cudagraph_manager is not None
+        if refusal := refusal_of_prompts(self):
+            logger.info_once("Steps with prompts run in pieces: %s (docs/step_graph.md)", refusal)
+        else:
+            add_prompt_graphs(self.cudagraph_manager)
+
+    def prepare_inputs(
+        self, scheduler_output: Any, state: Any, desc: Any, num_active_loras: int
+    ) -> Any:
+        batch = super().prepare_inputs(scheduler_output, state, desc, num_active_loras)
+        if is_for_prompts(desc):
+            batch.max_query_len = desc.num_tokens  # as captured, so that attention is planned so
+        return batch
 
     def profile_cudagraph_memory(self) -> int:
         """What vLLM's KV cache leaves free for CUDA graphs, nibble's included."""

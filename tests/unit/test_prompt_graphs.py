@@ -1,0 +1,202 @@
+"""Graphs of the whole model for steps with prompts, in vLLM's own manager of graphs. CUDA graphs
+themselves need a GPU: benchmarks/step_graph_equality.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import setuptools  # noqa: F401  # torch needs it; it fails to load where a test has imported pip
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZES = [1, 2, 4, 8, 16, 24, 32]
+
+
+def manager_of(monkeypatch: pytest.MonkeyPatch, drafts: int = 0, requests: int = 8) -> Any:
+    """vLLM's manager with SIZES, as if all of its graphs were captured."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    monkeypatch.setattr(
+        cudagraph_utils,
+        "get_pp_group",
+        lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
+    )
+    monkeypatch.setattr(
+        type(current_platform), "get_global_graph_pool", lambda self: None,
+        raising=False,
+    )  # fmt: skip
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=SIZES, max_cudagraph_capture_size=SIZES[-1]
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        speculative_config=None,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    manager = cudagraph_utils.ModelCudaGraphManager(
+        config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, 1 + drafts
+    )
+    manager._graphs_captured = True
+    return manager
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_every_batch_of_prompts_that_vllm_captures_in_pieces_has_a_whole_graph(
+    monkeypatch: pytest.MonkeyPatch, drafts: int
+) -> None:
+    from nibble.engine.plugin.step_graph.prompts import add_prompt_graphs, is_for_prompts
+
+    stock, nibbles = (manager_of(monkeypatch, drafts) for _ in range(2))
+    add_prompt_graphs(nibbles)
+    for tokens in range(1, SIZES[-1] + 2):
+        for requests in range(1, min(tokens, 8) + 1):
+            batch = (requests, tokens, None, 0)
+            before, now = stock.dispatch(*batch), nibbles.dispatch(*batch)
+            assert now.num_tokens == before.num_tokens
+            if before.cg_mode.name == "NONE":
+                assert now == before
+                continue
+            assert before.cg_mode.name == "PIECEWISE" and is_for_prompts(now)
+            assert requests <= now.num_reqs <= 8
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_decode_steps_keep_their_graphs(monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
+    from nibble.engine.plugin.step_graph.prompts import add_prompt_graphs, is_for_prompts
+
+    stock, nibbles = (manager_of(monkeypatch, drafts) for _ in range(2))
+    add_prompt_graphs(nibbles)
+    each = 1 + drafts
+    for requests in range(1, 9):
+        batch = (requests, requests * each, each, 0, each)
+        before = stock.dispatch(*batch)
+        if before.cg_mode.name == "FULL":
+            assert nibbles.dispatch(*batch) == before and not is_for_prompts(before)
+
+
+def test_the_largest_graphs_are_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is then enough for the others, and vLLM estimates from them what all take."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from nibble.engine.plugin.step_graph.prompts import add_prompt_graphs
+
+    manager = manager_of(monkeypatch)
+    before = len(manager._capture_descs[CUDAGraphMode.FULL])
+    add_prompt_graphs(manager)
+    descs = manager._capture_descs[CUDAGraphMode.FULL]
+    assert len(set(descs)) == len(descs) == before + len(SIZES)
+    assert [one.num_tokens for one in descs] == sorted(
+        (one.num_tokens for one in descs), reverse=True
+    )
+
+
+def test_attention_is_planned_for_the_captured_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch of short prompts must not be planned as a decode step: the graph has another
+    kernel.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from nibble.engine.plugin.step_graph.runner import StepGraphRunner
+
+    monkeypatch.setattr(
+        GPUModelRunner, "prepare_inputs", lambda *_: SimpleNamespace(max_query_len=None)
+    )
+    runner = StepGraphRunner.__new__(StepGraphRunner)
+    whole, pieces, decode = (
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8),
+        BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None),
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, uniform_token_count=1),
+    )
+    found = [runner.prepare_inputs(None, None, desc, 0) for desc in (whole, pieces, decode)]
+    assert [one.max_query_len for one in found] == [8, None, None]
+
+
+def engine(**changes: Any) -> Any:
+    """A runner with what graphs for prompts depend on."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    from nibble.engine.plugin.attention.backend import CutePagedMetadataBuilder
+
+    builder = CutePagedMetadataBuilder.__new__(CutePagedMetadataBuilder)
+    group = SimpleNamespace(get_metadata_builder=lambda _: builder)
+    facts: dict[str, Any] = {
+        "vllm_config": SimpleNamespace(
+            kv_transfer_config=None, cache_config=SimpleNamespace(kv_sharing_fast_prefill=False)
+        ),
+        "parallel_config": SimpleNamespace(
+            world_size_across_dp=1, tensor_parallel_size=1, enable_eplb=False
+        ),
+        "cudagraph_manager": SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
+        "attn_groups": [[group]],
+        "use_dcp": False,
+        "pcp_manager": None,
+        "lora_config": None,
+        "uses_inputs_embeds": False,
+        "is_pooling_model": False,
+        "model_state": DefaultModelState.__new__(DefaultModelState),
+        "aux_output_connector": None,
+        "ubatch_runner": None,
+        "model_config": SimpleNamespace(rswa_window=None),
+    }
+    return SimpleNamespace(**(facts | changes))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3, and a model whose layers see all tokens."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    from nibble.engine.plugin.step_graph import prompts
+
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS
+    )
+    monkeypatch.setattr(prompts, "_get_sliding_window_configs", lambda _: {(-1, -1)})
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({}, ""),
+        ({"lora_config": "adapters"}, "adapters"),
+        ({"model_state": "linear attention"}, "a model with other state"),
+        ({"uses_inputs_embeds": True}, "inputs as embeddings"),
+        (
+            {"cudagraph_manager": SimpleNamespace(cudagraph_mode="FULL_DECODE_ONLY")},
+            "another CUDA graph mode",
+        ),
+        (
+            {"attn_groups": [[SimpleNamespace(get_metadata_builder=lambda _: "Triton")]]},
+            "another attention backend",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_engine_has_graphs_for_prompts_unless_something_rules_them_out(
+    changes: dict[str, Any], refusal: str
+) -> None:
+    from nibble.engine.plugin.step_graph.prompts import refusal_of_prompts
+
+    assert refusal_of_prompts(engine(**changes)) == refusal
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_sliding_window_keeps_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 compares it with the longest request, which a graph would fix."""
+    from nibble.engine.plugin.step_graph import prompts
+
+    monkeypatch.setattr(prompts, "_get_sliding_window_configs", lambda _: {(-1, -1), (127, 0)})
+    assert prompts.refusal_of_prompts(engine()) == "sliding windows"
