@@ -1,4 +1,4 @@
-"""How much GPU memory the CUDA graphs of decode steps may take. Pure.
+"""How much GPU memory the CUDA graphs of whole steps may take. Pure.
 
 The plan reserves this memory, vLLM's KV cache leaves it free, and the plugin stops capturing at it
 (nibble/engine/plugin/step_graph).
@@ -18,6 +18,13 @@ LEAST_RELEASED = 16
 BYTES_PER_LOGIT = 2 + 4 + 4 + 4 + 4 + 8
 GRAPHS_BYTES = 192 * MIB  # CUDA's own data of all graphs
 
+# Numbers of tokens of the graphs for prompts where MAX_NUM_SEQS is below 256; else vLLM's sizes, up
+# to the same. A finer grid pads less and takes longer to capture.
+PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# FlashAttention 3's parts of a row in a CUDA graph (vllm 0.32 config/attention.py,
+# flash_attn_max_num_splits_for_cuda_graph).
+ATTENTION_PARTS = 32
+
 Action = Literal["capture", "release", "stop"]
 
 
@@ -27,6 +34,13 @@ def step_graph_bytes(requests: int | None, vocabulary: int | None, drafts: int =
     """
     rows = min(requests or MOST_REQUESTS, MOST_REQUESTS) * (1 + drafts)
     return rows * (vocabulary or 1 << 17) * BYTES_PER_LOGIT + GRAPHS_BYTES
+
+
+def prompt_graph_bytes(heads: int, head_dim: int) -> int:
+    """What the graphs for prompts add: float32 parts of attention, shared by all graphs and layers.
+    `heads`: of queries, on one GPU.
+    """
+    return ATTENTION_PARTS * PROMPT_SIZES[-1] * heads * head_dim * 4
 
 
 def action_before_capture(samplers: int, taken_bytes: int, limit_bytes: int) -> Action:

@@ -45,7 +45,7 @@ from nibble.plan.shared_expert import choose_shared_expert
 from nibble.plan.situation import Decider, Decision, Situation
 from nibble.plan.startup import fast_start_flags
 from nibble.plan.state_blocks import limit_sequences
-from nibble.plan.step_graph import choose_step_graph
+from nibble.plan.step_graph import captures_prompts, choose_step_graph
 from nibble.plan.topology import replicas_here, topology_flags
 from nibble.plan.validate import (
     TURBOQUANT_COST,
@@ -230,7 +230,8 @@ def _memory(situation: Situation) -> Decision:
 
 
 def _startup(situation: Situation) -> Decision:
-    return Decision(fast_start_flags(situation.served, situation.flags))
+    prompts = captures_prompts(situation.inputs.checkpoint, situation.flags)
+    return Decision(fast_start_flags(situation.served, situation.flags, captures_prompts=prompts))
 
 
 def _applications(situation: Situation) -> Decision:

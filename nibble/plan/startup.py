@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nibble.checkpoint import Checkpoint
+from nibble.engine.step_graph_memory import PROMPT_SIZES
 from nibble.machine.targets import Target
 from nibble.plan.budget import is_shared
 from nibble.plan.choice import Choice, Choices
@@ -22,11 +23,15 @@ _SEVERAL = (
 _SIZES = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_mode"})
 
 
-def fast_start_flags(inputs: PlanInputs, args: Mapping[str, Choice]) -> Choices:
+def fast_start_flags(
+    inputs: PlanInputs, args: Mapping[str, Choice], *, captures_prompts: bool
+) -> Choices:
     """Flags that skip work at a start. A value that a layer sets stays."""
     if inputs.target.device != "cuda" or _is_true(args, "--enforce-eager"):
         return {}
-    return _capture_sizes(args) | _autotune(inputs.target, inputs.checkpoint, args)
+    return _capture_sizes(args, captures_prompts) | _autotune(
+        inputs.target, inputs.checkpoint, args
+    )
 
 
 def fast_start_environment(target: Target, args: Mapping[str, Choice]) -> Choices:
@@ -69,9 +74,9 @@ def has_several_processes(args: Mapping[str, Choice]) -> bool:
     return several or _is_true(args, "--numa-bind")
 
 
-def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
+def _capture_sizes(args: Mapping[str, Choice], captures_prompts: bool) -> Choices:
     """vLLM's grid of sizes (vllm 0.32 config/vllm.py:2472) up to MAX_NUM_SEQS; vLLM captures up to
-    twice as many.
+    twice as many. And those for prompts, if the model has such graphs.
 
     With speculative decoding a step has several tokens for each sequence, so vLLM's sizes stay.
     """
@@ -87,11 +92,18 @@ def _capture_sizes(args: Mapping[str, Choice]) -> Choices:
     most = int(max_num_seqs.value)
     if most >= 256:  # vLLM captures at most 512 (1024 on SM100), so little can be saved
         return {}
-    sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most} & set(range(1, most + 1)))
+    sizes = {1, 2, 4, *range(8, most + 1, 8), most} & set(range(1, most + 1))
     reason = (
         f"a decode step has at most MAX_NUM_SEQS={most} tokens; vLLM would capture up to {2 * most}"
     )
-    return {CAPTURE: Choice(sizes, SOURCE, reason)}
+    if captures_prompts:
+        tokens = args.get("--max-num-batched-tokens")
+        sizes |= {size for size in PROMPT_SIZES if tokens is None or size <= int(tokens.value)}
+        reason = (
+            f"decode steps have at most MAX_NUM_SEQS={most} tokens; prompts of up to"
+            f" {PROMPT_SIZES[-1]} run from graphs, too (docs/step_graph.md)"
+        )
+    return {CAPTURE: Choice(sorted(sizes), SOURCE, reason)}
 
 
 def _autotune(target: Target, checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> Choices:

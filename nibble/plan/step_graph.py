@@ -11,7 +11,7 @@ from typing import Any
 
 from nibble.checkpoint import Checkpoint
 from nibble.checkpoint.layers import layers
-from nibble.engine.step_graph_memory import step_graph_bytes
+from nibble.engine.step_graph_memory import prompt_graph_bytes, step_graph_bytes
 from nibble.plan.choice import Choice, values_of
 from nibble.plan.draft_head import draft_method
 from nibble.plan.inputs import PlanInputs
@@ -22,6 +22,7 @@ from nibble.plan.startup import SPECULATIVE
 TARGETS = ("hopper",)
 # Methods of speculative decoding with which they did.
 DRAFTS = ("eagle", "mtp")
+MOST_HEADS = 64  # of queries, where a config does not say it
 RIGHT = "answers are those of vLLM's path (docs/step_graph.md)"
 _UNTESTED_KINDS = {
     "state": "recurrent state",
@@ -81,7 +82,23 @@ def planned_bytes(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> 
         return 0
     sequences = values.get("--max-num-seqs")
     requests = int(sequences) if sequences else None
-    return step_graph_bytes(requests, _vocabulary(checkpoint), _drafts(values))
+    taken = step_graph_bytes(requests, _vocabulary(checkpoint), _drafts(values))
+    if checkpoint is None or not captures_prompts(checkpoint, args):
+        return taken
+    gpus = int(values.get("--tensor-parallel-size") or 1)
+    heads = max(1, (checkpoint.num_attention_heads or MOST_HEADS) // gpus)
+    head_dim = max(one.head_dim for one in layers(checkpoint.config) or ())
+    return taken + prompt_graph_bytes(heads, head_dim)
+
+
+def captures_prompts(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> bool:
+    """Whether steps with prompts of up to 512 tokens have graphs of the whole model, too
+    (engine/plugin/step_graph/prompts.py).
+    """
+    found = layers(checkpoint.config) if checkpoint is not None else None
+    if asked(values_of(args)).get("step_graph") != "on" or not found:
+        return False
+    return all(one.kind == "full" for one in found if not one.is_draft)
 
 
 def _drafts(args: Mapping[str, Any]) -> int:

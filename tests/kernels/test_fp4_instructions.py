@@ -36,6 +36,15 @@ FAST = [
     ("90a", "conversions/probe.cu"),
     ("120f", "conversions/probe.cu"),
 ]
+WITH_STAGES = [  # that bulk copies fill again and again
+    ("90a", "nvfp4_moe/grouped.cu"),
+    *(
+        (arch, f"{kind}/w4a4.cu")
+        for arch in ("90a", "120f")
+        for kind in ("nvfp4_linear", "nvfp4_moe")
+    ),
+    *(("90a", f"decode_attention/{form}/bf16.cu") for form in ("clusters", "warpgroups")),
+]
 ALL = [(arch, source) for arch in ("90a", "100f", "120f", "121a") for source in SOURCES]
 WITHOUT_FP4 = {"90a"}
 PTX_2_TO_THE_23 = "0f4B0000"  # 8388608.0 and the constants near it: the software conversion's shift
@@ -144,12 +153,17 @@ def test_kernels_convert_with_the_targets_instructions(
     assert bool(used) == (has_fp4 and ("E2M1" in ptx or "satfinite.e2m1x2" in ptx))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("arch", "source"), ALL)
+@pytest.mark.parametrize(
+    ("arch", "source"),
+    [
+        pytest.param(*one, marks=() if one in WITH_STAGES else pytest.mark.slow, id="-".join(one))
+        for one in ALL
+    ],
+)
 def test_no_load_is_on_its_way_when_its_shared_memory_is_given_back(
     arch: str, source: str, compile_for: Compiler
 ) -> None:
-    """The bulk copy that an arrival lets go would overtake it."""
+    """The bulk copy that the arrival lets go would overtake it."""
     _, cubin = compile_for(arch, source)
     found = {name: loads_on_their_way(body) for name, body in sass_functions(cubin)}
     assert not {name: loads for name, loads in found.items() if loads}

@@ -240,6 +240,20 @@ def test_replays_and_batch_mates(kernels: Any) -> None:
         assert_same_bits((y,), (layer.run(given, form=form),))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_of_one_token_give_the_same_bits_in_300_runs(kernels: Any, form: int) -> None:
+    """Stages of short units are filled again soonest: loads that a copy overtakes show there."""
+    shape = (256, 8, 2048, 512)
+    layer = Layer(shape, True, "cuda")
+    for tokens in (16, 33):
+        given = routed("each", tokens, shape, "cuda")
+        first = layer.run(given, form=form)
+        assert_close(first, layer.exact(given, SILU, (None, None)))
+        for _ in range(300):
+            assert_same_bits((layer.run(given, form=form),), (first,), tokens)
+
+
 def test_the_operator_is_registered_soundly(device: str) -> None:
     from nibble_kernels.nvfp4_moe.grouped import NOT_SHARED
 

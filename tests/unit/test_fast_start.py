@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nibble.engine.step_graph_memory import PROMPT_SIZES
 from nibble.machine.hardware import Gpu
 from nibble.machine.paths import root
 from nibble.plan import gather as prepare
@@ -169,12 +170,20 @@ def test_several_processes_are_started_as_vllms_command_line_does_it(on, more: l
 )
 def test_graphs_are_captured_up_to_max_num_seqs(on, asked: str, sizes: list[int]) -> None:
     on(HOPPER)
-    found = plan(DEMO, MAX_NUM_SEQS=asked)
+    found = plan(DEMO, "--step-graph", "off", MAX_NUM_SEQS=asked)
     assert found.args[FLAG].value == sizes
     words = found.argv()
     assert words[words.index(FLAG) + 1 : words.index(FLAG) + 1 + len(sizes)] == [
         str(size) for size in sizes
     ]
+
+
+def test_with_steps_from_graphs_prompts_of_512_tokens_are_captured_too(on) -> None:
+    on(HOPPER)
+    found = plan(DEMO, MAX_NUM_SEQS="20").args[FLAG]
+    assert found.value == sorted({1, 2, 4, 8, 20, *PROMPT_SIZES}) and "prompts" in found.reason
+    fewer = plan(DEMO, "--max-num-batched-tokens", "256", MAX_NUM_SEQS="20").args[FLAG]
+    assert fewer.value == [size for size in found.value if size <= 256]
 
 
 @pytest.mark.parametrize(

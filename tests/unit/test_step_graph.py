@@ -29,6 +29,7 @@ from nibble.engine.step_graph_memory import (
     MOST_REQUESTS,
     MOST_SAMPLERS,
     action_before_capture,
+    prompt_graph_bytes,
     step_graph_bytes,
 )
 from nibble.plan.gather import plan_for, read_wishes
@@ -386,14 +387,27 @@ def test_the_plan_reserves_what_the_graphs_may_take(model: Path) -> None:
         return plan_for(wishes).budget.graphs_bytes
 
     without = graphs("--step-graph", "off")
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    assert graphs("--max-num-seqs", "8") - without == step_graph_bytes(8, vocabulary)
-    assert graphs() - without == step_graph_bytes(None, vocabulary)
+    config = json.loads((model / "config.json").read_text())
+    vocabulary = config["vocab_size"]
+    prompts = prompt_graph_bytes(config["num_attention_heads"], config["head_dim"])
+    assert graphs("--max-num-seqs", "8") - without == step_graph_bytes(8, vocabulary) + prompts
+    assert graphs() - without == step_graph_bytes(None, vocabulary) + prompts
     drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
     with_drafts = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "on")
     without = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "off")
-    assert with_drafts - without == step_graph_bytes(8, vocabulary, 3)
+    assert with_drafts - without == step_graph_bytes(8, vocabulary, 3) + prompts
     assert graphs("--enforce-eager") == 0
+
+
+def test_linear_attention_has_no_graphs_for_prompts(tmp_path: Path) -> None:
+    config = {"quantization_config": MODELOPT_NVFP4, "model_type": "qwen3_next"}
+    hybrid = write_checkpoint(tmp_path / "h", tensors("nvfp4"), config | LINEAR_ATTENTION)
+    wishes = read_wishes([str(hybrid), "--target", "hopper", "--max-num-seqs", "8"], {})
+    assert plan_for(wishes).args["--cudagraph-capture-sizes"].value == [1, 2, 4, 8]
+
+
+def test_two_gpus_share_the_heads_of_the_graphs_for_prompts() -> None:
+    assert prompt_graph_bytes(32, 128) == 32 * 512 * 32 * 128 * 4 == 2 * prompt_graph_bytes(16, 128)
 
 
 def test_graph_memory_grows_with_requests_and_vocabulary_up_to_a_limit() -> None:

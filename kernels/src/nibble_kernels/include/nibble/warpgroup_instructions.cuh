@@ -29,8 +29,8 @@ __device__ __forceinline__ void arrive_expecting(SharedPlace barrier, uint32_t b
                : "memory");
 }
 // ptxas may put it before products that come first in the source. Their loads from shared memory are then on
-// their way, and a bulk copy that the arrival lets go may overtake them: on an H200, one of some 10,000 sums
-// was wrong. So a stage is given back where another block of instructions begins, after a branch or a loop.
+// their way, and a bulk copy that the arrival lets go may overtake them: on an H200, sums were wrong. So a
+// stage is given back where another block of instructions begins, after a branch or a loop.
 // tests/support/kernels/shared_reads.py finds loads on their way in machine code.
 __device__ __forceinline__ void arrive(SharedPlace barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
