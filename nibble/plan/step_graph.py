@@ -96,7 +96,12 @@ def captures_prompts(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) 
     (engine/plugin/step_graph/prompts.py).
     """
     found = layers(checkpoint.config) if checkpoint is not None else None
-    if asked(values_of(args)).get("step_graph") != "on" or not found:
+    values = values_of(args)
+    if asked(values).get("step_graph") != "on" or not found:
+        return False
+    if any(values.get(name) for name in SPECULATIVE):
+        return False
+    if str(values.get("--kv-cache-dtype") or "auto") not in ("auto", "bfloat16"):
         return False
     return all(one.kind == "full" for one in found if not one.is_draft)
 

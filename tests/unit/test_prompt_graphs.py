@@ -128,9 +128,11 @@ def engine(**changes: Any) -> Any:
 
     from nibble.engine.plugin.attention.backend import CutePagedMetadataBuilder
 
-    builder = CutePagedMetadataBuilder.__new__(CutePagedMetadataBuilder)
+    builder: Any = CutePagedMetadataBuilder.__new__(CutePagedMetadataBuilder)
+    builder.kv_cache_dtype = changes.pop("cache", torch.bfloat16)
     group = SimpleNamespace(get_metadata_builder=lambda _: builder)
     facts: dict[str, Any] = {
+        "num_speculative_steps": 0,
         "vllm_config": SimpleNamespace(
             kv_transfer_config=None, cache_config=SimpleNamespace(kv_sharing_fast_prefill=False)
         ),
@@ -172,6 +174,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, ""),
         ({"lora_config": "adapters"}, "adapters"),
+        ({"num_speculative_steps": 3}, "drafts"),
+        ({"cache": torch.float8_e4m3fn}, "another cache than BF16"),
         ({"model_state": "linear attention"}, "a model with other state"),
         ({"uses_inputs_embeds": True}, "inputs as embeddings"),
         (

@@ -395,7 +395,7 @@ def test_the_plan_reserves_what_the_graphs_may_take(model: Path) -> None:
     drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
     with_drafts = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "on")
     without = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "off")
-    assert with_drafts - without == step_graph_bytes(8, vocabulary, 3) + prompts
+    assert with_drafts - without == step_graph_bytes(8, vocabulary, 3)
     assert graphs("--enforce-eager") == 0
 
 
@@ -404,6 +404,12 @@ def test_linear_attention_has_no_graphs_for_prompts(tmp_path: Path) -> None:
     hybrid = write_checkpoint(tmp_path / "h", tensors("nvfp4"), config | LINEAR_ATTENTION)
     wishes = read_wishes([str(hybrid), "--target", "hopper", "--max-num-seqs", "8"], {})
     assert plan_for(wishes).args["--cudagraph-capture-sizes"].value == [1, 2, 4, 8]
+
+
+def test_an_fp8_cache_has_no_graphs_for_prompts(model: Path) -> None:
+    words = ["--target", "hopper", "--max-num-seqs", "8", "--kv-cache-dtype", "fp8"]
+    found = plan_for(read_wishes([str(model), *words], {}))
+    assert found.args["--cudagraph-capture-sizes"].value == [1, 2, 4, 8]
 
 
 def test_two_gpus_share_the_heads_of_the_graphs_for_prompts() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -51,18 +52,20 @@ def add_prompt_graphs(manager: ModelCudaGraphManager) -> None:
 
 def refusal_of_prompts(runner: Any) -> str:
     """Why an engine has no graphs for prompts; empty if it has."""
+    builders = [one.get_metadata_builder(0) for group in runner.attn_groups for one in group]
+    if not all(_takes_prompts(one) for one in builders):
+        return "another attention backend"
+    if any(one.kv_cache_dtype != torch.bfloat16 for one in builders):
+        return "another cache than BF16"  # not tested
     return next((name for name, is_so in _facts(runner).items() if is_so), "")
 
 
 def _facts(runner: Any) -> dict[str, bool]:
     config, parallel = runner.vllm_config, runner.parallel_config
     mode = runner.cudagraph_manager.cudagraph_mode
-    builders = [
-        one.get_metadata_builder(0) for group in runner.attn_groups for one in group
-    ]  # fmt: skip
     return {
         "another CUDA graph mode": mode != CUDAGraphMode.FULL_AND_PIECEWISE,
-        "another attention backend": not all(_takes_prompts(one) for one in builders),
+        "drafts": runner.num_speculative_steps > 0,  # not tested
         "sliding windows": not _get_sliding_window_configs(config) <= {None, (-1, -1)},
         "pipeline or data parallelism": parallel.world_size_across_dp
         > parallel.tensor_parallel_size,
