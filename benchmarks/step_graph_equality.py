@@ -8,7 +8,7 @@ Needs a GPU. One engine gets the same requests several times: prompts of 1 to 15
 samplers with seeds, stop tokens, `n`, log-probs, penalties, JSON by a schema, tool calls, aborts,
 arrivals during decode, shared prefixes, and few cache blocks, so that requests are preempted. It
 takes requests between its steps, so each pass sees the same batches. A pass is `off` (vLLM's path),
-`on`, `inputs` (graphs without the sampler), or `pieces` (without whole graphs for prompts). What
+`on`, `inputs` (graphs without the sampler), or `pieces` (piecewise graphs for prompts). What
 differs between two passes `off` is not the graphs' doing. On an SM90, vLLM's NVFP4 products
 (Humming) add parts in the order in which they end. The order of nibble's kernel (`--linear-kernel`)
 is fixed. One engine, because two engines may tune kernels differently. Also times a decode step for
@@ -41,7 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 RESULT = ROOT / "benchmarks" / "results" / "step_graph_equality.json"
 STREAMS = (1, 8, 16, 32, 64)
 TIMED_STEPS, VOCABULARY = 300, 3000
-IN_PIECES = ("off", "pieces")  # passes without graphs of the whole model for prompts
+IN_PIECES = ("off", "pieces")  # passes with piecewise graphs for prompts
 NOT_WITH_DRAFTS = ("bias", "min_p")  # vllm 0.32 sampling_params.py:1190
 SCHEMA = {
     "type": "object",

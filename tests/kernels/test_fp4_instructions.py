@@ -58,6 +58,14 @@ pytestmark = [
 ]
 
 
+def slow_except(fast: list[tuple[str, str]]) -> list[Any]:
+    """ALL as parameters."""
+    return [
+        pytest.param(*one, marks=() if one in fast else pytest.mark.slow, id="-".join(one))
+        for one in ALL
+    ]
+
+
 @pytest.fixture(scope="module")
 def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     """compile_for(arch, source): PTX and machine code; each is compiled once."""
@@ -121,13 +129,7 @@ def sass_functions(cubin: Path) -> Iterator[tuple[str, str]]:
         yield function.partition("\n")[0], function
 
 
-@pytest.mark.parametrize(
-    ("arch", "source"),
-    [
-        pytest.param(*one, marks=() if one in FAST else pytest.mark.slow, id="-".join(one))
-        for one in ALL
-    ],
-)
+@pytest.mark.parametrize(("arch", "source"), slow_except(FAST))
 def test_kernels_convert_with_the_targets_instructions(
     arch: str, source: str, compile_for: Compiler
 ) -> None:
@@ -153,13 +155,7 @@ def test_kernels_convert_with_the_targets_instructions(
     assert bool(used) == (has_fp4 and ("E2M1" in ptx or "satfinite.e2m1x2" in ptx))
 
 
-@pytest.mark.parametrize(
-    ("arch", "source"),
-    [
-        pytest.param(*one, marks=() if one in WITH_STAGES else pytest.mark.slow, id="-".join(one))
-        for one in ALL
-    ],
-)
+@pytest.mark.parametrize(("arch", "source"), slow_except(WITH_STAGES))
 def test_no_load_is_on_its_way_when_its_shared_memory_is_given_back(
     arch: str, source: str, compile_for: Compiler
 ) -> None:

@@ -1,4 +1,4 @@
-"""Graphs of the whole model for steps with prompts, in vLLM's own manager of graphs. CUDA graphs
+"""Full CUDA graphs for steps with prompts, in vLLM's own manager of graphs. CUDA graphs
 themselves need a GPU: benchmarks/step_graph_equality.py.
 """
 
@@ -47,7 +47,7 @@ def manager_of(monkeypatch: pytest.MonkeyPatch, drafts: int = 0, requests: int =
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_every_batch_of_prompts_that_vllm_captures_in_pieces_has_a_whole_graph(
+def test_every_batch_of_prompts_with_a_piecewise_graph_has_a_full_one(
     monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
     from nibble.engine.plugin.step_graph.prompts import add_prompt_graphs, is_for_prompts
@@ -112,12 +112,12 @@ def test_attention_is_planned_for_the_captured_number_of_tokens(
         GPUModelRunner, "prepare_inputs", lambda *_: SimpleNamespace(max_query_len=None)
     )
     runner = StepGraphRunner.__new__(StepGraphRunner)
-    whole, pieces, decode = (
+    full, piecewise, decode = (
         BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8),
         BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None),
         BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, uniform_token_count=1),
     )
-    found = [runner.prepare_inputs(None, None, desc, 0) for desc in (whole, pieces, decode)]
+    found = [runner.prepare_inputs(None, None, desc, 0) for desc in (full, piecewise, decode)]
     assert [one.max_query_len for one in found] == [8, None, None]
 
 
@@ -133,9 +133,8 @@ def engine(**changes: Any) -> Any:
     group = SimpleNamespace(get_metadata_builder=lambda _: builder)
     facts: dict[str, Any] = {
         "num_speculative_steps": 0,
-        "vllm_config": SimpleNamespace(
-            kv_transfer_config=None, cache_config=SimpleNamespace(kv_sharing_fast_prefill=False)
-        ),
+        "vllm_config": SimpleNamespace(kv_transfer_config=None),
+        "fast_prefill": None,
         "parallel_config": SimpleNamespace(
             world_size_across_dp=1, tensor_parallel_size=1, enable_eplb=False
         ),
@@ -198,7 +197,9 @@ def test_an_engine_has_graphs_for_prompts_unless_something_rules_them_out(
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_sliding_window_keeps_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_sliding_window_prompts_keep_piecewise_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """FlashAttention 3 compares it with the longest request, which a graph would fix."""
     from nibble.engine.plugin.step_graph import prompts
 

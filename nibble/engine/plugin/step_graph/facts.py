@@ -22,26 +22,33 @@ from nibble.engine.plugin.step_graph.qualify import SamplerTables
 _PROCESSORS = 3
 
 
-def engine_facts(runner: Any) -> dict[str, bool]:
-    """What rules graphs of whole steps out for an engine: name -> whether it is so."""
-    parallel, sampler, model = runner.parallel_config, runner.sampler, runner.model_config
+def model_facts(runner: Any) -> dict[str, bool]:
+    """What rules full CUDA graphs of a model out, in any step: name -> whether it is so."""
+    parallel = runner.parallel_config
     return {
         "pipeline or data parallelism": parallel.world_size_across_dp
         > parallel.tensor_parallel_size,
         "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
-        "sampling divided over GPUs": runner.batch_sharder is not None,
         "balanced experts": parallel.enable_eplb,
-        "another kind of speculative decoding": not _drafts_as_expected(runner),
         "adapters": runner.lora_config is not None,
         "inputs as embeddings": runner.uses_inputs_embeds,
         "a pooling model": runner.is_pooling_model,
-        "a model with other state": not _has_state_on_device(runner.model_state),
-        "a KV connector": runner.kv_connector is not NO_OP_KV_CONNECTOR,
-        "an encoder connector": runner.vllm_config.ec_transfer_config is not None,
         "auxiliary outputs": runner.aux_output_connector is not None,
         "microbatches": runner.ubatch_runner is not None,
         "fast prefill": runner.fast_prefill is not None,
-        "reference windows": model.rswa_window is not None,
+        "reference windows": runner.model_config.rswa_window is not None,
+    }
+
+
+def engine_facts(runner: Any) -> dict[str, bool]:
+    """What rules graphs of whole steps out for an engine: name -> whether it is so."""
+    sampler = runner.sampler
+    return model_facts(runner) | {
+        "sampling divided over GPUs": runner.batch_sharder is not None,
+        "another kind of speculative decoding": not _drafts_as_expected(runner),
+        "a model with other state": not _has_state_on_device(runner.model_state),
+        "a KV connector": runner.kv_connector is not NO_OP_KV_CONNECTOR,
+        "an encoder connector": runner.vllm_config.ec_transfer_config is not None,
         "another sampler": type(sampler) is not Sampler
         or len(getattr(sampler, "logits_processors", ())) != _PROCESSORS
         or sampler.trace_replay_state is not None

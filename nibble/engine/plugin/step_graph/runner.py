@@ -79,7 +79,9 @@ class StepGraphRunner(GPUModelRunner):
             return
         assert self.cudagraph_manager is not None
         if refusal := refusal_of_prompts(self):
-            logger.info_once("Steps with prompts run in pieces: %s (docs/step_graph.md)", refusal)
+            logger.info_once(
+                "Steps with prompts use piecewise CUDA graphs: %s (docs/step_graph.md)", refusal
+            )
         else:
             add_prompt_graphs(self.cudagraph_manager)
 
