@@ -18,8 +18,8 @@ LEAST_RELEASED = 16
 BYTES_PER_LOGIT = 2 + 4 + 4 + 4 + 4 + 8
 GRAPHS_BYTES = 192 * MIB  # CUDA's own data of all graphs
 
-# Numbers of tokens of the graphs for prompts where MAX_NUM_SEQS is below 256; else vLLM's sizes, up
-# to the same. A finer grid pads less and takes longer to capture.
+# Tokens of the full graphs for prompts where MAX_NUM_SEQS is below 256. Else vLLM's sizes have such
+# graphs, up to the same number. A finer grid pads less and takes longer to capture.
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # FlashAttention 3's parts of a row in a CUDA graph (vllm 0.32 config/attention.py,
 # flash_attn_max_num_splits_for_cuda_graph).

@@ -100,8 +100,8 @@ def _capture_sizes(args: Mapping[str, Choice], captures_prompts: bool) -> Choice
         tokens = args.get("--max-num-batched-tokens")
         sizes |= {size for size in PROMPT_SIZES if tokens is None or size <= int(tokens.value)}
         reason = (
-            f"decode steps have at most MAX_NUM_SEQS={most} tokens; prompts of up to"
-            f" {PROMPT_SIZES[-1]} run from graphs, too (docs/step_graph.md)"
+            f"a decode step has at most MAX_NUM_SEQS={most} tokens; steps with prompts have graphs"
+            f" up to {PROMPT_SIZES[-1]} tokens (docs/step_graph.md)"
         )
     return {CAPTURE: Choice(sorted(sizes), SOURCE, reason)}
 

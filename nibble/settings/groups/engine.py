@@ -239,8 +239,9 @@ class EngineOptions(BaseModel):
     step_graph: Literal["auto", contract.Switch] = option(
         "auto",
         "Engine",
-        "Decode steps on a GPU: `on` runs a whole step from CUDA graphs where the batch allows it"
-        " (docs/step_graph.md), `off` always takes vLLM's path, `auto` is `on` where it is tested.",
+        "Steps on a GPU: `on` runs whole decode steps, and the model for short prompts, from CUDA"
+        " graphs where the batch allows it (docs/step_graph.md), `off` always takes vLLM's path,"
+        " `auto` is `on` where it is tested.",
         "NIBBLE_STEP_GRAPH",
         flag="--step-graph",
         expected="auto, on or off",

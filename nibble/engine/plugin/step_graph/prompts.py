@@ -1,8 +1,8 @@
 """Full CUDA graphs of the model for steps with prompts of a few hundred tokens.
 
 vLLM captures decode steps in full graphs, and steps with prompts in piecewise ones, between which
-Python launches each layer's attention. For up to some 512 tokens that takes longer than the GPU
-needs. FlashAttention 3 can be captured with prompts, too (vllm 0.32
+Python launches each layer's attention. With short prompts that takes longer than the GPU needs.
+FlashAttention 3 can be captured with prompts, too (vllm 0.32
 v1/attention/backends/flash_attn.py:596). vLLM's mode FULL does so, but has no graphs for decode
 steps alone. Here a model has both.
 """

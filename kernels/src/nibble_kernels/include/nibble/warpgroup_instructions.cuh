@@ -28,10 +28,10 @@ __device__ __forceinline__ void arrive_expecting(SharedPlace barrier, uint32_t b
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// ptxas may put it before products that come first in the source. Their loads from shared memory are then on
-// their way, and a bulk copy that the arrival lets go may overtake them: on an H200, sums were wrong. So a
-// stage is given back where another block of instructions begins, after a branch or a loop.
-// tests/support/kernels/shared_reads.py finds loads on their way in machine code.
+// ptxas may put it before products that come first in the source, while their loads from shared memory are
+// incomplete. A bulk copy that follows the arrival may overwrite what they read: on an H200, sums were wrong.
+// So a stage is given back in another block of instructions, after a branch or a loop.
+// tests/support/kernels/shared_reads.py finds incomplete loads in machine code.
 __device__ __forceinline__ void arrive(SharedPlace barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
