@@ -182,6 +182,9 @@ def new_engine(options: argparse.Namespace) -> Any:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for the workers
     from vllm import LLM
 
+    from nibble.engine.plugin.step_graph import runner
+
+    runner.take_full_graphs = take_both_graphs
     llm = LLM(
         str(options.model),
         max_model_len=2048,
@@ -271,6 +274,20 @@ class PathOfSteps:
         """Since the last call."""
         before, self._preempted = self._preempted, 0
         return before
+
+
+def take_both_graphs(manager: Any) -> None:
+    """Have an engine capture piecewise graphs for prompts too, for the passes that use them."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from nibble.engine.plugin.step_graph.prompts import take_full_graphs
+
+    piecewise = manager._capture_descs[CUDAGraphMode.PIECEWISE]
+    before = {key: list(found) for key, found in manager._candidates.items()}
+    take_full_graphs(manager)
+    manager._capture_descs[CUDAGraphMode.PIECEWISE] = piecewise
+    for key, found in before.items():
+        manager._candidates[key] += [one for one in found if one in piecewise]
 
 
 def take_path(worker: Any, mode: str) -> None:

@@ -28,8 +28,9 @@ from tests.support.kernels.kernel_cases import (
 )
 
 GLOBAL_SCALE = 1.23e-4
-# Of warpgroup_division.h: tiles of 32, 64 and 128 tokens by 256, 256 and 128 rows, of 128 by 256.
-FEW, SOME, MANY, WIDE = range(4)
+# Of warpgroup_division.h: tiles of 32, 64 and 128 tokens by 256, 256 and 128 rows, of 128 by 192
+# and by 256.
+FEW, SOME, MANY, THREE, WIDE = range(5)
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup_form.h
 # Form, sharing, rows of x, N, K, clusters, thread blocks of each. Half a chunk at a row's end, more
 # chunks than stages, several units of a block, ranks of unequal length, ranges that begin and end
@@ -53,6 +54,8 @@ CASES = [
     (FEW, CLUSTERS, 9, 520, 912, 1, 2),
     (FEW, CLUSTERS, 40, 392, 1296, 2, 2),
     (SOME, CLUSTERS, 64, 600, 656, 1, 3),
+    (THREE, UNITS, 130, 232, 656, 1, 1),
+    (THREE, RANGES, 129, 264, 528, 5, 1),
 ]
 Multiply = Callable[..., Tensor]
 
@@ -172,7 +175,7 @@ def divided(
 
 def test_a_division_fits_the_device_and_depends_on_the_bucket_alone(library: ctypes.CDLL) -> None:
     generator, seen = random.Random(0), set[int]()
-    buckets = {FEW: (17, 32), SOME: (33, 64), MANY: (65, 128), WIDE: (999,)}
+    buckets = {FEW: (17, 32), SOME: (33, 64), MANY: (65, 128), THREE: (65, 128), WIDE: (999,)}
     for _ in range(300):
         shape = 8 * generator.randrange(1, 4000), 16 * generator.randrange(1, 1100)
         multiprocessors = generator.choice((132, 114, 78))
@@ -195,6 +198,7 @@ def test_the_chosen_division_gives_the_sum(
         (FEW, 27, 264, 912),
         (SOME, 64, 264, 528),
         (MANY, 70, 136, 656),
+        (THREE, 70, 400, 656),
     ):
         division = divided(library, form, tokens, (rows, columns), multiprocessors)
         case = (form, division[0], tokens, rows, columns, *division[1:])

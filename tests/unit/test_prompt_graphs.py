@@ -50,10 +50,10 @@ def manager_of(monkeypatch: pytest.MonkeyPatch, drafts: int = 0, requests: int =
 def test_every_batch_of_prompts_with_a_piecewise_graph_has_a_full_one(
     monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
-    from nibble.engine.plugin.step_graph.prompts import add_prompt_graphs, is_for_prompts
+    from nibble.engine.plugin.step_graph.prompts import is_for_prompts, take_full_graphs
 
     stock, nibbles = (manager_of(monkeypatch, drafts) for _ in range(2))
-    add_prompt_graphs(nibbles)
+    take_full_graphs(nibbles)
     for tokens in range(1, SIZES[-1] + 2):
         for requests in range(1, min(tokens, 8) + 1):
             batch = (requests, tokens, None, 0)
@@ -68,10 +68,10 @@ def test_every_batch_of_prompts_with_a_piecewise_graph_has_a_full_one(
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_decode_steps_keep_their_graphs(monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
-    from nibble.engine.plugin.step_graph.prompts import add_prompt_graphs, is_for_prompts
+    from nibble.engine.plugin.step_graph.prompts import is_for_prompts, take_full_graphs
 
     stock, nibbles = (manager_of(monkeypatch, drafts) for _ in range(2))
-    add_prompt_graphs(nibbles)
+    take_full_graphs(nibbles)
     each = 1 + drafts
     for requests in range(1, 9):
         batch = (requests, requests * each, each, 0, each)
@@ -84,11 +84,12 @@ def test_the_largest_graphs_are_captured_first(monkeypatch: pytest.MonkeyPatch) 
     """Their memory is then enough for the others, and vLLM estimates from them what all take."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from nibble.engine.plugin.step_graph.prompts import add_prompt_graphs
+    from nibble.engine.plugin.step_graph.prompts import take_full_graphs
 
     manager = manager_of(monkeypatch)
     before = len(manager._capture_descs[CUDAGraphMode.FULL])
-    add_prompt_graphs(manager)
+    take_full_graphs(manager)
+    assert CUDAGraphMode.PIECEWISE not in manager._capture_descs  # no step would use them
     descs = manager._capture_descs[CUDAGraphMode.FULL]
     assert len(set(descs)) == len(descs) == before + len(SIZES)
     assert [one.num_tokens for one in descs] == sorted(

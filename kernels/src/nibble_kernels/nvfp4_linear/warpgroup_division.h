@@ -16,10 +16,11 @@ struct Forms {
   using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges>;
   static constexpr uint32_t kTokens = Tokens, kRows = Units::kGroups * 16;
   static constexpr bool kHasClusters = Clusters::fits();
-  static_assert(kHasClusters || Strips == 2);
+  static_assert(kHasClusters || kTokens == 128);
   static constexpr float kStageCost = Tokens <= 32   ? 0.63f
                                       : Tokens <= 64 ? 0.85f
-                                      : Strips == 1  ? 0.91f
+                                      : kRows == 128 ? 0.91f
+                                      : kRows == 192 ? 1.14f
                                                      : 1.63f;
   // What equal ranges cost besides: of each part of a unit, in chunks, and in microseconds the kernel that orders
   // x, where other divisions need none.
@@ -32,12 +33,13 @@ struct Forms {
   }
 };
 
-// f(forms) of every form: tiles of 32, 64 and 128 tokens by 256 rows, and of 128 by 128.
+// f(forms) of every form: tiles of 32, 64 and 128 tokens by 256 rows, and of 128 by 128 and by 192.
 template <class F>
 void for_every_form(F&& f) {
   f(Forms<32, 4, 1, 6>());
   f(Forms<64, 4, 1, 4>());
   f(Forms<128, 2, 1, 3>());
+  f(Forms<128, 3, 1, 4>());
   f(Forms<128, 2, 2, 4>());
 }
 

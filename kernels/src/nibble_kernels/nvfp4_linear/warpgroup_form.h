@@ -32,7 +32,8 @@ struct Form {
   static constexpr bool kOrdersX = Tokens <= 32 && !kRanges;
   static constexpr uint32_t kXWarps = kOrdersX ? kTokenGroups : 0;
   // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
-  static constexpr bool kMovesRegisters = Tokens * Strips > 128 || (Tokens == 128 && kRanges);
+  static constexpr bool kMovesRegisters =
+      Warpgroups <= 2 && (Tokens * Strips > 128 || (Tokens == 128 && kRanges));
   static constexpr uint32_t kThreads =
       (kConsumerWarps + (kMovesRegisters ? kWarps : kOrdersX ? kXWarps : 1)) * kLanes;
   static constexpr uint32_t kXBytes = Tokens * kChunk * 2;

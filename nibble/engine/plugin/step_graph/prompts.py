@@ -33,11 +33,11 @@ def is_for_prompts(desc: BatchExecutionDescriptor) -> bool:
     return is_full and desc.uniform_token_count is None and desc.max_query_len is None
 
 
-def add_prompt_graphs(manager: ModelCudaGraphManager) -> None:
-    """Have a manager that has captured nothing yet capture full graphs for prompts, and prefer them
-    to the piecewise ones of the same size.
+def take_full_graphs(manager: ModelCudaGraphManager) -> None:
+    """Have a manager that has captured nothing yet capture full graphs for prompts, in place of the
+    piecewise ones of the same sizes.
     """
-    piecewise = manager._capture_descs[CUDAGraphMode.PIECEWISE]
+    piecewise = manager._capture_descs.pop(CUDAGraphMode.PIECEWISE)
     of_piecewise = {
         one: BatchExecutionDescriptor(
             CUDAGraphMode.FULL, one.num_tokens, min(one.num_tokens, manager.max_num_reqs)
@@ -48,9 +48,7 @@ def add_prompt_graphs(manager: ModelCudaGraphManager) -> None:
     full.extend(of_piecewise.values())
     full.sort(key=lambda one: one.num_tokens, reverse=True)
     for candidates in manager._candidates.values():
-        place = next((i for i, one in enumerate(candidates) if one in of_piecewise), None)
-        if place is not None:
-            candidates.insert(place, of_piecewise[candidates[place]])
+        candidates[:] = [of_piecewise.get(one, one) for one in candidates]
 
 
 def refusal_of_prompts(runner: Any) -> str:

@@ -25,9 +25,9 @@ from nibble.engine.plugin.step_graph.facts import engine_facts, sampler_tables
 from nibble.engine.plugin.step_graph.graphs import BatchSize, StepGraphs
 from nibble.engine.plugin.step_graph.output import StepOutput
 from nibble.engine.plugin.step_graph.prompts import (
-    add_prompt_graphs,
     is_for_prompts,
     refusal_of_prompts,
+    take_full_graphs,
 )
 from nibble.engine.plugin.step_graph.qualify import (
     STEADY,
@@ -83,7 +83,7 @@ class StepGraphRunner(GPUModelRunner):
                 "Steps with prompts use piecewise CUDA graphs: %s (docs/step_graph.md)", refusal
             )
         else:
-            add_prompt_graphs(self.cudagraph_manager)
+            take_full_graphs(self.cudagraph_manager)
 
     def prepare_inputs(
         self, scheduler_output: Any, state: Any, desc: Any, num_active_loras: int
