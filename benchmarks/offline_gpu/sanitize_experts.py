@@ -1,0 +1,62 @@
+"""A layer of experts in every form and a linear layer in every tile, on small batches, for
+compute-sanitizer:
+
+    compute-sanitizer --tool memcheck python benchmarks/offline_gpu/sanitize_experts.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.kernels.test_nvfp4_moe_linear import (
+    FEW,
+    FORMS,
+    MOST_FEW_PAIRS,
+    SILU,
+    Layer,
+    assert_close,
+    routed,
+)
+from tests.support.kernels.kernel_cases import activations, packed_weight, prepared, values_of
+
+SHAPES = ((6, 3, 144, 80), (60, 4, 528, 272))
+TILES = ((32, 256), (64, 256), (128, 128), (128, 192), (128, 256))
+GLOBAL_SCALE = 1.23e-4
+
+
+def main() -> None:
+    for shape in SHAPES:
+        layer = Layer(shape, True, "cuda")
+        for tokens in (1, 7, 40):
+            given = routed("others", tokens, shape, "cuda")
+            exact = layer.exact(given, SILU, (None, None))
+            few = FEW if tokens * shape[1] <= MOST_FEW_PAIRS else ()
+            for form in (0, *few, *FORMS):
+                assert_close(layer.run(given, form=form), exact)
+        print(f"experts {shape}: right", flush=True)
+    linear()
+
+
+def linear() -> None:
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_warpgroup_linear
+
+    codes, scales = packed_weight(520, 656)
+    weight, values = prepared("cuda", codes, scales), values_of(codes, scales)
+    for rows in (1, 7, 16):
+        x = activations(rows, 656, torch.bfloat16)
+        check(nvfp4_decode_linear(x.cuda(), weight, GLOBAL_SCALE), x, values)
+    for tile in TILES:
+        for division in ((*tile, 0, 1), (*tile, 2, 1)):  # whole units, equal ranges
+            x = activations(133, 656, torch.bfloat16)
+            found = nvfp4_warpgroup_linear(x.cuda(), weight, GLOBAL_SCALE, division=division)
+            check(found, x, values)
+    print("linear layers: right", flush=True)
+
+
+def check(found: torch.Tensor, x: torch.Tensor, values: torch.Tensor) -> None:
+    exact = GLOBAL_SCALE * x.double() @ values.double().T
+    assert (found.cpu().double() - exact).abs().max() <= exact.abs().max() * 2.0**-7
+
+
+if __name__ == "__main__":
+    main()
