@@ -276,7 +276,7 @@ class PathOfSteps:
         return before
 
 
-def take_both_graphs(manager: Any) -> None:
+def take_both_graphs(manager: Any, long_sizes: list[int]) -> None:
     """Have an engine capture piecewise graphs for prompts too, for the passes that use them."""
     from vllm.config.compilation import CUDAGraphMode
 
@@ -284,7 +284,7 @@ def take_both_graphs(manager: Any) -> None:
 
     piecewise = manager._capture_descs[CUDAGraphMode.PIECEWISE]
     before = {key: list(found) for key, found in manager._candidates.items()}
-    take_full_graphs(manager)
+    take_full_graphs(manager, long_sizes)
     manager._capture_descs[CUDAGraphMode.PIECEWISE] = piecewise
     for key, found in before.items():
         manager._candidates[key] += [one for one in found if one in piecewise]

@@ -17,7 +17,7 @@ from tests.kernels.test_nvfp4_moe_linear import (
     assert_close,
     routed,
 )
-from tests.support.kernels.kernel_cases import activations, packed_weight, prepared, values_of
+from tests.support.kernels.kernel_cases import activations, packed_weight, values_of
 
 SHAPES = ((6, 3, 144, 80), (60, 4, 528, 272))
 TILES = ((32, 256), (64, 256), (128, 128), (128, 192), (128, 256))
@@ -39,9 +39,11 @@ def main() -> None:
 
 def linear() -> None:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_decode_linear, nvfp4_warpgroup_linear
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
 
     codes, scales = packed_weight(520, 656)
-    weight, values = prepared("cuda", codes, scales), values_of(codes, scales)
+    weight = prepare_weight(codes.cuda(), scales.cuda(), native=False)
+    values = values_of(codes, scales)
     for rows in (1, 7, 16):
         x = activations(rows, 656, torch.bfloat16)
         check(nvfp4_decode_linear(x.cuda(), weight, GLOBAL_SCALE), x, values)

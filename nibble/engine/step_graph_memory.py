@@ -21,9 +21,12 @@ GRAPHS_BYTES = 192 * MIB  # CUDA's own data of all graphs
 # Tokens of the full graphs for prompts where MAX_NUM_SEQS is below 256. Else vLLM's sizes have such
 # graphs, up to the same number. A finer grid pads less and takes longer to capture.
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Beyond, FlashAttention has one part for each row, as it chooses itself for a prompt so long.
+LONG_PROMPT_SIZES = (*range(576, 1025, 64), *range(1152, 2049, 128))
 # FlashAttention 3's parts of a row in a CUDA graph (vllm 0.32 config/attention.py,
 # flash_attn_max_num_splits_for_cuda_graph).
 ATTENTION_PARTS = 32
+ACTIVATIONS = 32  # of a token while a layer runs, in hidden sizes
 
 Action = Literal["capture", "release", "stop"]
 
@@ -41,6 +44,13 @@ def prompt_graph_bytes(heads: int, head_dim: int) -> int:
     `heads`: of queries, on one GPU.
     """
     return ATTENTION_PARTS * PROMPT_SIZES[-1] * heads * head_dim * 4
+
+
+def long_prompt_bytes(hidden: int, tokens: int) -> int:
+    """Activations in the graphs of LONG_PROMPT_SIZES, besides the kernels' workspace. In an 8B
+    shape on an H200 these graphs take 0.32 GiB (benchmarks/results/serve_load_8b_h200.json).
+    """
+    return min(tokens, LONG_PROMPT_SIZES[-1]) * ACTIVATIONS * hidden * 2
 
 
 def action_before_capture(samplers: int, taken_bytes: int, limit_bytes: int) -> Action:

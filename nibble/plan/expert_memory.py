@@ -37,12 +37,11 @@ class _Part(NamedTuple):
         return -(-self.count * self.bytes_each // ALIGNMENT) * ALIGNMENT
 
 
-def experts_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
-    """Bytes for the largest batch, 0 where nibble's kernel computes no experts."""
+def experts_workspace_bytes(inputs: PlanInputs, args: Mapping[str, Choice], tokens: int) -> int:
+    """Bytes for a batch of so many tokens, 0 where nibble's kernel computes no experts."""
     values, checkpoint = values_of(args), inputs.checkpoint
     if checkpoint is None or not uses_our_experts(values):
         return 0
-    tokens = most_tokens(args)
     uses = expert_uses(checkpoint, values, "bf16")
     if serves_in_fp4(checkpoint, inputs.target):
         count = multiprocessors(inputs)

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from nibble.engine.step_graph_memory import LONG_PROMPT_SIZES, long_prompt_bytes
 from nibble.plan.attention_kernel import attention_workspace_bytes
 from nibble.plan.budget import Budget, CacheShape, is_shared, make_budget, sequence_bytes
-from nibble.plan.choice import Choice, Choices, Layer
+from nibble.plan.choice import Choice, Choices, Layer, values_of
 from nibble.plan.draft_head import draft_head_bytes
 from nibble.plan.expert_memory import experts_workspace_bytes, most_tokens
 from nibble.plan.inputs import PlanInputs
 from nibble.plan.leading_head import leading_head_bytes
-from nibble.plan.step_graph import planned_bytes
+from nibble.plan.nvfp4_options import asked
+from nibble.plan.step_graph import captures_prompts, planned_bytes
 from nibble.plan.topology import Topology
 from nibble.plan.w4a4_memory import linear_workspace_bytes
 from nibble.settings.declare import token_count
@@ -101,12 +103,14 @@ def plan_memory(inputs: PlanInputs, args: Mapping[str, Choice], topology: Topolo
 
 
 def _kernels_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
-    """The workspace of nibble's kernels. Linear layers and experts compute one after the other."""
-    products = max(
-        experts_workspace_bytes(inputs, args),
-        linear_workspace_bytes(inputs, args, most_tokens(args)),
-    )
-    return products + attention_workspace_bytes(args)
+    """The workspace of nibble's kernels."""
+    return _products_bytes(inputs, args, most_tokens(args)) + attention_workspace_bytes(args)
+
+
+def _products_bytes(inputs: PlanInputs, args: Mapping[str, Choice], tokens: int) -> int:
+    """Linear layers and experts compute one after the other."""
+    experts = experts_workspace_bytes(inputs, args, tokens)
+    return max(experts, linear_workspace_bytes(inputs, args, tokens))
 
 
 def _cap(inputs: PlanInputs, args: Mapping[str, Choice]) -> float | None:
@@ -118,7 +122,20 @@ def _cap(inputs: PlanInputs, args: Mapping[str, Choice]) -> float | None:
 def _graphs_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
     if inputs.target.device != "cuda" or _is_eager(args):
         return 0
-    return inputs.target.memory.graphs_bytes + planned_bytes(inputs.checkpoint, args)
+    planned = planned_bytes(inputs.checkpoint, args) + _long_prompts_bytes(inputs, args)
+    return inputs.target.memory.graphs_bytes + planned
+
+
+def _long_prompts_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
+    """Of the graphs for prompts beyond vLLM's sizes (engine/plugin/step_graph/prompts.py)."""
+    checkpoint, values = inputs.checkpoint, values_of(args)
+    if checkpoint is None or not captures_prompts(checkpoint, args):
+        return 0
+    if asked(values).get("attention_kernel") != "nibble":
+        return 0
+    tokens = min(most_tokens(args), LONG_PROMPT_SIZES[-1])
+    hidden = int(checkpoint.text_config.get("hidden_size") or 0)
+    return long_prompt_bytes(hidden, tokens) + _products_bytes(inputs, args, tokens)
 
 
 def _is_eager(args: Mapping[str, Choice]) -> bool:

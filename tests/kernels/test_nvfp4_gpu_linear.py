@@ -219,13 +219,13 @@ def test_codes_for_bfloat16_refuse_float16(kernels: object) -> None:
 
 
 def test_a_batch_invariant_prompt_is_multiplied_as_its_last_token_is(device: str) -> None:
-    """By the decode kernel. For as many rows otherwise, sums have another order; on other GPUs than
-    SM90 torch's product rounds gate and up twice.
+    """By the decode kernel, which rounds gate and up once; torch's product, for as many rows
+    otherwise, does so twice.
     """
-    from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+    from nibble_kernels.nvfp4_linear.gpu import MAX_WARPGROUP_ROWS, nvfp4_weight_linear
 
     weight = prepared(device, *packed_weight(272, 512))
-    x = activations(1025, 512, torch.bfloat16)
+    x = activations(MAX_WARPGROUP_ROWS + 1, 512, torch.bfloat16)
     decoded = decode(x, weight, silu_mul=True, batch_invariant=True)
     found = [
         nvfp4_weight_linear(

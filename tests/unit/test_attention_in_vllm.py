@@ -70,7 +70,7 @@ def builder_of(backend: Any, layer: Any, drafts: int = 0, few: int = 8) -> Any:
     made.dcp_world_size, made.rswa_window, made.mm_prefix_query_ranges_np = 1, None, None
     made.device = torch.device("cpu")
     made.scheduler_metadata = torch.ones(33, dtype=torch.int32)
-    made._is_decode_batch = False
+    made._is_decode_batch, made.longest_graph = False, 0
     made.refusal, made.most_queries = backend._refusal(layer), 1 + drafts
     made.most_requests, made.leaves_many, made.is_early = few, few < 8, True
     return made
@@ -132,6 +132,26 @@ def test_a_batch_of_decode_steps_needs_no_schedule_and_others_do(
     assert not builder.build(0, batch([7, 20], [1, 1], causal=False)).decodes
     assert builder_of(backend, layer, drafts=3).build(0, batch([7, 20], [4, 2])).decodes
     assert not builder.plans_on_host
+
+
+def test_graphs_of_long_prompts_have_one_part_of_a_row(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention would choose parts by the batch, and a graph has room for those of another."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    asked: list[int] = []
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder,
+        "_get_scheduler_metadata",
+        lambda self, **options: asked.append(options["max_num_splits"]),
+    )
+    layer = layer_of(backend)
+    layer.impl.process_weights_after_loading(torch.bfloat16)
+    builder = builder_of(backend, layer)
+    builder.longest_graph = 30
+    found = [builder.build(0, batch([40], [size])).max_num_splits for size in (8, 9, 30, 31)]
+    assert found == asked == [32, 1, 1, 0]
 
 
 def test_flash_attention_plans_for_more_than_few_requests(

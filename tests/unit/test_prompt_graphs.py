@@ -97,6 +97,47 @@ def test_the_largest_graphs_are_captured_first(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_prompts_beyond_vllms_sizes_have_graphs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from nibble.engine.plugin.step_graph.prompts import is_for_prompts, take_full_graphs
+
+    manager = manager_of(monkeypatch)
+    take_full_graphs(manager, [40, 64])
+    found = [manager.dispatch(3, tokens, None, 0) for tokens in (32, 33, 40, 41, 64)]
+    assert [one.num_tokens for one in found] == [32, 40, 40, 64, 64]
+    assert all(is_for_prompts(one) and one.num_reqs == 8 for one in found)
+    assert manager.dispatch(3, 65, None, 0).cg_mode.name == "NONE"
+    assert manager.dispatch(8, 8, 1, 0).uniform_token_count == 1  # a decode step
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("largest", "most_tokens", "expected"),
+    [(512, 8192, 2048), (512, 1000, 960), (512, 512, 0), (64, 8192, 0)],
+)
+def test_long_sizes_need_vllms_default_and_a_batch_so_long(
+    largest: int, most_tokens: int, expected: int
+) -> None:
+    from nibble.engine.plugin.step_graph.prompts import plan_long_prompts
+
+    config = SimpleNamespace(max_cudagraph_capture_size=largest)
+    runner = engine(compilation_config=config, max_num_tokens=most_tokens)
+    builder = runner.attn_groups[0][0].get_metadata_builder(0)
+    builder.longest_graph = 0
+    assert max(plan_long_prompts(runner), default=0) == builder.longest_graph == expected
+
+
+@pytest.mark.usefixtures("hopper")
+def test_vllms_attention_has_no_long_sizes() -> None:
+    from nibble.engine.plugin.step_graph.prompts import plan_long_prompts
+
+    groups = [[SimpleNamespace(get_metadata_builder=lambda _: "FlashAttention")]]
+    config = SimpleNamespace(max_cudagraph_capture_size=512)
+    runner = engine(attn_groups=groups, compilation_config=config, max_num_tokens=8192)
+    assert plan_long_prompts(runner) == []
+
+
 def test_attention_is_planned_for_the_captured_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -29,6 +29,7 @@ from nibble.engine.step_graph_memory import (
     MOST_REQUESTS,
     MOST_SAMPLERS,
     action_before_capture,
+    long_prompt_bytes,
     prompt_graph_bytes,
     step_graph_bytes,
 )
@@ -392,6 +393,10 @@ def test_the_plan_reserves_what_the_graphs_may_take(model: Path) -> None:
     prompts = prompt_graph_bytes(config["num_attention_heads"], config["head_dim"])
     assert graphs("--max-num-seqs", "8") - without == step_graph_bytes(8, vocabulary) + prompts
     assert graphs() - without == step_graph_bytes(None, vocabulary) + prompts
+    long = long_prompt_bytes(config["hidden_size"], 8192)
+    assert long == 2048 * 32 * 2 * config["hidden_size"] > long_prompt_bytes(8, 1024)
+    with_nibbles_attention = graphs("--attention-kernel", "nibble") - without
+    assert with_nibbles_attention == step_graph_bytes(None, vocabulary) + prompts + long
     drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
     with_drafts = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "on")
     without = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "off")

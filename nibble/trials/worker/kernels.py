@@ -83,12 +83,16 @@ def _decode(weight: Weight) -> Prepared:
 
 
 def _warpgroup(weight: Weight) -> Prepared:
-    from nibble_kernels.nvfp4_linear.gpu import MAX_DECODE_ROWS_SM90, nvfp4_warpgroup_linear
+    from nibble_kernels.nvfp4_linear.gpu import (
+        MAX_DECODE_ROWS_SM90,
+        MAX_WARPGROUP_ROWS,
+        nvfp4_warpgroup_linear,
+    )
 
     if weight.codes.is_cuda and torch.cuda.get_device_capability() != (9, 0):
         raise Refused("it is compiled for compute capability 9.0 alone")
     prepared = _fused(weight, nvfp4_warpgroup_linear, _prepared(weight))
-    return replace(prepared, least_rows=MAX_DECODE_ROWS_SM90 + 1)
+    return replace(prepared, least_rows=MAX_DECODE_ROWS_SM90 + 1, most_rows=MAX_WARPGROUP_ROWS)
 
 
 def _w4a4(weight: Weight) -> Prepared:

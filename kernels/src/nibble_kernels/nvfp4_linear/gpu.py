@@ -25,8 +25,9 @@ __all__ = [
 # Which kernel multiplies, as in weight_linear.cu. Above this number torch multiplies a dequantized
 # copy. Derived from an estimate and not measured: docs/kernels/nvfp4_linear.md.
 MAX_DECODE_ROWS = 64
-# On SM90 the warpgroup kernel multiplies above this number.
-MAX_DECODE_ROWS_SM90 = 16
+# On SM90: above the first the warpgroup kernel multiplies, above the second torch does if the
+# product is large. Measured on an H200: docs/kernels/nvfp4_linear.md.
+MAX_DECODE_ROWS_SM90, MAX_WARPGROUP_ROWS = 16, 1024
 
 
 def _decode_reference(
@@ -206,7 +207,7 @@ def nvfp4_weight_linear(
 ) -> Tensor:
     """nvfp4_decode_linear for any number of rows. One operator, which chooses when it runs.
 
-    Above MAX_DECODE_ROWS rows, elsewhere than on SM90, the weight is dequantized, exactly, into a temporary tensor [N, K]
+    Above MAX_DECODE_ROWS rows, the weight is dequantized, exactly, into a temporary tensor [N, K]
     of x's dtype, and torch multiplies. Global scale, column factors and bias come after the sum
     there too, but gate and up are rounded to x's dtype before silu · mul. batch_invariant always
     uses the decode kernel. Elsewhere a residual is added to what is rounded already.

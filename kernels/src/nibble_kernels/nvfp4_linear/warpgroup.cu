@@ -1,6 +1,4 @@
 // nibble::nvfp4_warpgroup_linear: x in the order of warpgroup.cuh, how the work is divided, and the launches.
-#include <algorithm>
-
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
 #include "nvfp4_linear/linear.h"
@@ -14,8 +12,6 @@ using decode::Device;
 using decode::Launch;
 
 constexpr uint32_t kOrderWarps = 4;
-// More tokens are multiplied in parts: all thread blocks then read the same x from the second cache.
-constexpr uint32_t kTokensAtOnce = 2048;
 
 // x [tokens, columns] as [tiles, chunks, steps, 2, Tokens] pieces of 16 bytes, zeros past the last token and
 // column. A warp has 8 tokens of a chunk.
@@ -65,7 +61,7 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
 struct Run {
   Problem problem;
   const void *codes, *scales;
-  const Tensor& x;  // all of it; problem.x: of these tokens
+  const Tensor& x;
   const Device& device;
   const std::vector<int64_t>& division;
   cudaStream_t stream;
@@ -77,6 +73,7 @@ void multiply_with(Run& run, uint32_t clusters, uint32_t ranks) {
   p.ranks = ranks;
   p.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
+  p.x = static_cast<const uint4*>(run.x.const_data_ptr());
   std::optional<Tensor> work;
   if constexpr (!Form::kOrdersX) {
     const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
@@ -148,23 +145,6 @@ void multiply_all(Run& run) {
   multiply_best(run, *best);
 }
 
-template <class T, class Operand>
-void multiply_in_parts(Run& run) {
-  const Problem all = run.problem;
-  const uint32_t parts = quotient_up(all.tokens, kTokensAtOnce);
-  const uint32_t tokens = quotient_up(quotient_up(all.tokens, parts), 128) * 128;
-  const uint32_t outputs = all.output.silu_mul ? all.output.outputs / 2 : all.output.outputs;
-  for (uint32_t first = 0; first < all.tokens; first += tokens) {
-    const size_t written = size_t{first} * outputs;
-    Problem& part = run.problem = all;
-    part.tokens = std::min(tokens, all.tokens - first);
-    part.x = all.x + size_t{first} * all.columns / 8;
-    part.output.out = static_cast<T*>(all.output.out) + written;
-    if (all.output.residual) part.output.residual = static_cast<const T*>(all.output.residual) + written;
-    multiply_all<T, Operand>(run);
-  }
-}
-
 const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
@@ -191,7 +171,6 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   problem.output.out = out.mutable_data_ptr();
   problem.output.global_scale = static_cast<float>(global_scale);
   problem.output.outputs = checked.outputs;
-  problem.x = static_cast<const uint4*>(x.const_data_ptr());
   problem.columns = checked.columns;
   problem.chunks = checked.chunks;
   problem.groups = checked.groups;
@@ -205,9 +184,9 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
           "expected codes prepared for the activations' type");
   Run run{problem, checked.codes, checked.scales, x, device, division, current_stream(x)};
   if (native) {
-    multiply_in_parts<__half, HalfOperand>(run);
+    multiply_all<__half, HalfOperand>(run);
   } else {
-    multiply_in_parts<__nv_bfloat16, BfloatOperand>(run);
+    multiply_all<__nv_bfloat16, BfloatOperand>(run);
   }
   return out;
 }

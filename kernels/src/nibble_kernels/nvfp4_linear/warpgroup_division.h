@@ -20,11 +20,13 @@ struct Forms {
   static constexpr float kStageCost = Tokens <= 32   ? 0.63f
                                       : Tokens <= 64 ? 0.85f
                                       : kRows == 128 ? 0.91f
-                                      : kRows == 192 ? 1.14f
+                                      : kRows == 192 ? 1.26f
                                                      : 1.63f;
   // What equal ranges cost besides: of each part of a unit, in chunks, and in microseconds the kernel that orders
   // x, where other divisions need none.
   static constexpr float kPartCost = Units::kOrdersX ? 2.0f : 4.0f, kOrderCost = Units::kOrdersX ? 1.0f : 0.0f;
+  // Their blocks read different rows at a time, which a chunk of many tokens makes slower.
+  static constexpr float kRangeCost = Tokens == 128 ? 1.08f : 1.0f;
 
   // Whether the form is for so many tokens. Two strips only for more than a tile has.
   static constexpr bool is_for(uint32_t tokens) {
@@ -92,7 +94,7 @@ std::optional<Division> division_of(const Shape& shape, uint32_t multiprocessors
   }
   // Each block writes a part and adds those of others to its own.
   consider(Sharing::ranges, blocks, 1,
-           static_cast<float>(quotient_up(all, blocks)) +
+           static_cast<float>(quotient_up(all, blocks)) * Forms::kRangeCost +
                Forms::kPartCost * static_cast<float>(quotient_up(blocks, units)),
            Forms::kOrderCost);
   return best;

@@ -11,7 +11,10 @@ namespace nibble {
 namespace {
 
 // As in gpu.py. Measured on an H200: docs/kernels/nvfp4_linear.md.
-constexpr int64_t kMostDecodeRows = 64, kMostDecodeRowsSm90 = 16;
+constexpr int64_t kMostDecodeRows = 64, kMostDecodeRowsSm90 = 16, kMostWarpgroupRows = 1024;
+// Up to so many multiply-adds (60 µs on an H200) a product of many rows takes no longer than starting the
+// kernels of the other way.
+constexpr int64_t kFewProducts = int64_t{1} << 34;
 
 bool has_warpgroup_products(int device) {
   int major = 0, minor = 0;
@@ -32,7 +35,8 @@ Tensor nvfp4_weight_linear(const Tensor& x, const Tensor& codes, const Tensor& s
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                            bool silu_mul, bool batch_invariant) {
   const int64_t columns = x.size(x.dim() - 1), rows = x.numel() / columns;
-  if (!batch_invariant && rows > kMostDecodeRowsSm90 && has_warpgroup_products(x.get_device_index()))
+  if (!batch_invariant && rows > kMostDecodeRowsSm90 && has_warpgroup_products(x.get_device_index()) &&
+      (rows <= kMostWarpgroupRows || rows * outputs * columns <= kFewProducts))
     return warpgroup::nvfp4_warpgroup_linear(x, codes, scales, outputs, native, global_scale, column_scale,
                                              bias, residual, silu_mul, {});
   if (batch_invariant || rows <= kMostDecodeRows)

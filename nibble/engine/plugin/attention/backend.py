@@ -87,7 +87,8 @@ class CutePagedMetadataBuilder(FlashAttentionMetadataBuilder):
         self.most_requests = _most_requests(vllm_config)
         self.leaves_many = self.most_requests < vllm_config.scheduler_config.max_num_seqs
         self.is_early = vllm_config.kv_transfer_config is None
-        self._is_decode_batch = False
+        self._is_decode_batch = self._is_long = False
+        self.longest_graph = 0  # tokens of the longest graph for prompts beyond vLLM's sizes
         if self.refusal:
             logger.warning_once("FlashAttention computes decode steps too: %s", self.refusal)
         else:
@@ -111,14 +112,22 @@ class CutePagedMetadataBuilder(FlashAttentionMetadataBuilder):
             and is_decode_batch(common.max_query_len, self.most_queries, common.causal)
         )
         self._is_decode_batch = decodes
+        others = self.max_cudagraph_size or 0
+        self._is_long = others < common.num_actual_tokens <= self.longest_graph
         built = super().build(common_prefix_len, common, fast_build)
+        if self._is_long:
+            built.max_num_splits = 1
         if decodes:
             # Zero already, unless the memory was lost while the engine slept.
             workspace_of(self.device).counters.zero_()
         return CutePagedMetadata(**vars(built), decodes=decodes, early=self.is_early)
 
     def _get_scheduler_metadata(self, **options: Any) -> Tensor | None:
-        return None if self._is_decode_batch else super()._get_scheduler_metadata(**options)
+        if self._is_decode_batch:
+            return None
+        if self._is_long:  # a graph has room for as many parts of a row as it was captured with
+            options["max_num_splits"] = 1
+        return super()._get_scheduler_metadata(**options)
 
 
 class CutePagedImpl(FlashAttentionImpl):

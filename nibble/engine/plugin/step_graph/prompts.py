@@ -1,4 +1,4 @@
-"""Full CUDA graphs of the model for steps with prompts of a few hundred tokens.
+"""Full CUDA graphs of the model for steps with prompts of up to 2048 tokens.
 
 vLLM captures decode steps in full graphs, and steps with prompts in piecewise ones, between which
 Python launches each layer's attention. With short prompts that takes longer than the GPU needs.
@@ -9,6 +9,7 @@ steps alone. Here a model has both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from nibble.engine.plugin.attention.backend import CutePagedMetadataBuilder
 from nibble.engine.plugin.step_graph.facts import model_facts
 from nibble.engine.plugin.step_graph.qualify import refusal_of_engine
+from nibble.engine.step_graph_memory import LONG_PROMPT_SIZES, PROMPT_SIZES
 
 
 def is_for_prompts(desc: BatchExecutionDescriptor) -> bool:
@@ -33,9 +35,9 @@ def is_for_prompts(desc: BatchExecutionDescriptor) -> bool:
     return is_full and desc.uniform_token_count is None and desc.max_query_len is None
 
 
-def take_full_graphs(manager: ModelCudaGraphManager) -> None:
+def take_full_graphs(manager: ModelCudaGraphManager, long_sizes: Sequence[int] = ()) -> None:
     """Have a manager that has captured nothing yet capture full graphs for prompts, in place of the
-    piecewise ones of the same sizes.
+    piecewise ones of the same sizes, and those of `long_sizes` tokens beyond.
     """
     piecewise = manager._capture_descs.pop(CUDAGraphMode.PIECEWISE)
     of_piecewise = {
@@ -44,11 +46,35 @@ def take_full_graphs(manager: ModelCudaGraphManager) -> None:
         )
         for one in piecewise
     }
-    full = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
-    full.extend(of_piecewise.values())
-    full.sort(key=lambda one: one.num_tokens, reverse=True)
     for candidates in manager._candidates.values():
         candidates[:] = [of_piecewise.get(one, one) for one in candidates]
+    long = [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, manager.max_num_reqs))
+        for size in long_sizes
+    ]
+    least = max(one.num_tokens for one in piecewise) + 1
+    for desc in long:
+        for tokens in range(least, desc.num_tokens + 1):
+            manager._candidates[tokens, 0] = [desc]
+        least = desc.num_tokens + 1
+    full = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+    full.extend((*of_piecewise.values(), *long))
+    full.sort(key=lambda one: one.num_tokens, reverse=True)
+
+
+def plan_long_prompts(runner: Any) -> list[int]:
+    """The sizes of graphs beyond vLLM's, for which nibble's attention then plans batches. None with
+    vLLM's attention, or if vLLM's sizes were chosen.
+    """
+    builders = _builders(runner)
+    if runner.compilation_config.max_cudagraph_capture_size != PROMPT_SIZES[-1]:
+        return []
+    if not all(isinstance(one, CutePagedMetadataBuilder) for one in builders):
+        return []
+    sizes = [size for size in LONG_PROMPT_SIZES if size <= runner.max_num_tokens]
+    for one in builders:
+        one.longest_graph = max(sizes, default=0)
+    return sizes
 
 
 def refusal_of_prompts(runner: Any) -> str:
@@ -59,7 +85,7 @@ def refusal_of_prompts(runner: Any) -> str:
 def _facts(runner: Any) -> dict[str, bool]:
     config = runner.vllm_config
     mode = runner.cudagraph_manager.cudagraph_mode
-    builders = [one.get_metadata_builder(0) for group in runner.attn_groups for one in group]
+    builders = _builders(runner)
     return model_facts(runner) | {
         "another CUDA graph mode": mode != CUDAGraphMode.FULL_AND_PIECEWISE,
         "another attention backend": not all(_takes_prompts(one) for one in builders),
@@ -71,6 +97,10 @@ def _facts(runner: Any) -> dict[str, bool]:
         "a KV connector": config.kv_transfer_config is not None,
         "results that do not depend on the batch": envs.VLLM_BATCH_INVARIANT,
     }
+
+
+def _builders(runner: Any) -> list[Any]:
+    return [one.get_metadata_builder(0) for group in runner.attn_groups for one in group]
 
 
 def _takes_prompts(builder: Any) -> bool:

@@ -26,6 +26,7 @@ from nibble.engine.plugin.step_graph.graphs import BatchSize, StepGraphs
 from nibble.engine.plugin.step_graph.output import StepOutput
 from nibble.engine.plugin.step_graph.prompts import (
     is_for_prompts,
+    plan_long_prompts,
     refusal_of_prompts,
     take_full_graphs,
 )
@@ -83,7 +84,7 @@ class StepGraphRunner(GPUModelRunner):
                 "Steps with prompts use piecewise CUDA graphs: %s (docs/step_graph.md)", refusal
             )
         else:
-            take_full_graphs(self.cudagraph_manager)
+            take_full_graphs(self.cudagraph_manager, plan_long_prompts(self))
 
     def prepare_inputs(
         self, scheduler_output: Any, state: Any, desc: Any, num_active_loras: int
