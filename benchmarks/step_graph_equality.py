@@ -32,7 +32,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("--draft-head", choices=("bf16", "nvfp4"), default="bf16")
     parser.add_argument("--acceptance", type=float)
     parser.add_argument("--linear-kernel", choices=("vllm", "nibble"), default="vllm")
+    parser.add_argument("--attention-kernel", choices=("vllm", "nibble"), default="nibble")
     parser.add_argument("--passes", nargs="+", default=["off", "off", "on", "on"])
     parser.add_argument("--blocks", type=int, default=600, help="of the KV cache")
     parser.add_argument("--timing", nargs="*", default=[], help="passes to time, such as off on")
@@ -183,6 +184,7 @@ def new_engine(options: argparse.Namespace) -> Any:
     from vllm import LLM
 
     from nibble.engine.plugin.step_graph import runner
+    from nibble.engine.step_graph_memory import PROMPT_SIZES
 
     runner.take_full_graphs = take_both_graphs
     llm = LLM(
@@ -191,6 +193,8 @@ def new_engine(options: argparse.Namespace) -> Any:
         max_num_seqs=64,
         tensor_parallel_size=options.gpus,
         num_gpu_blocks_override=options.blocks,
+        # As the plan sets them: those of decode steps and of prompts.
+        cudagraph_capture_sizes=sorted({1, 2, 4, *range(8, 65, 8), *PROMPT_SIZES}),
         kv_cache_memory_bytes=4 << 30,
         gpu_memory_utilization=0.3,
         disable_log_stats=True,
@@ -201,6 +205,7 @@ def new_engine(options: argparse.Namespace) -> Any:
             "nibble": {
                 "step_graph": "on",
                 "linear_kernel": options.linear_kernel,
+                "attention_kernel": options.attention_kernel,
                 "draft_head": options.draft_head,
             },
             "gdn_prefill_backend": "triton",
@@ -285,13 +290,17 @@ def take_both_graphs(manager: Any, long_sizes: list[int]) -> None:
     piecewise = manager._capture_descs[CUDAGraphMode.PIECEWISE]
     before = {key: list(found) for key, found in manager._candidates.items()}
     take_full_graphs(manager, long_sizes)
-    manager._capture_descs[CUDAGraphMode.PIECEWISE] = piecewise
+    # The manager's first capture makes room for the results of all: the largest one comes first.
+    largest = manager._capture_descs[CUDAGraphMode.FULL].pop(0)
+    manager._capture_descs[CUDAGraphMode.PIECEWISE] = [largest, *piecewise]
     for key, found in before.items():
         manager._candidates[key] += [one for one in found if one in piecewise]
 
 
 def take_path(worker: Any, mode: str) -> None:
     """In a worker: let its steps take a path."""
+    from vllm.config.compilation import CUDAGraphMode
+
     from nibble.engine.plugin.step_graph.prompts import is_for_prompts
 
     runner = worker.model_runner
@@ -309,8 +318,20 @@ def take_path(worker: Any, mode: str) -> None:
         raise RuntimeError("this engine has no graphs of whole steps; its log says why")
     runner._graphs = None if mode == "off" else runner.all_graphs
     candidates = runner.cudagraph_manager._candidates
+    largest = runner.compilation_config.max_cudagraph_capture_size
+
+    def other(desc: Any) -> list[Any]:
+        """For a pass without full graphs for prompts. Beyond vLLM's sizes the same number of tokens
+        without a graph: with another number, products may add in another order.
+        """
+        if not is_for_prompts(desc):
+            return [desc]
+        eager = replace(desc, cg_mode=CUDAGraphMode.NONE, num_reqs=None)
+        return [eager] if desc.num_tokens > largest else []
+
     for key, found in runner.all_candidates.items():
-        candidates[key] = [one for one in found if mode not in IN_PIECES or not is_for_prompts(one)]
+        taken = [other(one) for one in found] if mode in IN_PIECES else [found]
+        candidates[key] = [one for some in taken for one in some]
     runner._new_batch = without_sampler if mode == "inputs" else runner.any_batch
 
 

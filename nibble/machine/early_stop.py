@@ -10,6 +10,8 @@ from types import FrameType
 # `nibble.machine.processes` has them too, but its imports take the time that this module covers.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 VERBS = ("serve", "ray-head", "ray-worker")
+# The interpreter waits for threads that an interrupted import or library has left; not longer.
+LONGEST_END_S = 10
 _told = 0
 _is_over = False
 
@@ -50,5 +52,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
             " running\n"
         )
         os.write(sys.stderr.fileno() if sys.stderr else 2, line.encode())
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+        signal.alarm(LONGEST_END_S)
     _told = signum
     raise SystemExit(0)

@@ -226,6 +226,28 @@ def test_a_stop_signal_before_the_start(words: list[str], when: str, code: int, 
     assert ("cleaned up" in out) == (code == 0)
 
 
+THREAD = """
+import sys, threading, time
+from nibble.machine import early_stop
+early_stop.LONGEST_END_S = 1
+early_stop.stop_early(["serve"])
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stop_before_the_start_does_not_wait_for_a_thread() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", THREAD],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    err = process.communicate(timeout=20)[1]
+    assert process.returncode == 0 and err.count("\n") == 1
+
+
 # --- clients that do not read ---
 
 

@@ -393,15 +393,27 @@ def test_the_plan_reserves_what_the_graphs_may_take(model: Path) -> None:
     prompts = prompt_graph_bytes(config["num_attention_heads"], config["head_dim"])
     assert graphs("--max-num-seqs", "8") - without == step_graph_bytes(8, vocabulary) + prompts
     assert graphs() - without == step_graph_bytes(None, vocabulary) + prompts
-    long = long_prompt_bytes(config["hidden_size"], 8192)
-    assert long == 2048 * 32 * 2 * config["hidden_size"] > long_prompt_bytes(8, 1024)
-    with_nibbles_attention = graphs("--attention-kernel", "nibble") - without
-    assert with_nibbles_attention == step_graph_bytes(None, vocabulary) + prompts + long
     drafts = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
     with_drafts = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "on")
     without = graphs("--max-num-seqs", "8", *drafts, "--step-graph", "off")
     assert with_drafts - without == step_graph_bytes(8, vocabulary, 3)
     assert graphs("--enforce-eager") == 0
+
+
+def test_the_plan_reserves_the_activations_of_long_prompts(tmp_path: Path) -> None:
+    """With nibble's attention, which computes head dims of 64, 128 and 256."""
+    heads = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = write_checkpoint(tmp_path / "m", config=heads)
+
+    def graphs(kernel: str, *words: str) -> int:
+        words = (str(model), "--target", "hopper", "--attention-kernel", kernel, *words)
+        return plan_for(read_wishes(list(words), {})).budget.graphs_bytes
+
+    hidden = json.loads((model / "config.json").read_text())["hidden_size"]
+    whole = graphs("nibble") - graphs("vllm")
+    assert whole == long_prompt_bytes(hidden, 8192) == 2048 * 32 * 2 * hidden
+    few = ("--max-num-batched-tokens", "1024", "--max-model-len", "512")
+    assert graphs("nibble", *few) - graphs("vllm", *few) == whole / 2
 
 
 def test_linear_attention_has_no_graphs_for_prompts(tmp_path: Path) -> None:
