@@ -76,6 +76,10 @@ SERVERS = {
     "serve_load_30b_a3b_h200.json": "30B-A3B shape",
     "serve_load_35b_a3b_h200.json": "35B-A3B shape",
 }  # default settings on both sides, with experts 16 GiB of KV cache
+FIRST_TOKENS = {
+    "serve_load_8b_h200.json": (16, 256, 1024),
+    "serve_load_30b_a3b_h200.json": (16, 64, 256),
+}  # tokens of a prompt
 
 
 def load(name: str) -> dict[str, Any]:
@@ -100,12 +104,12 @@ def figures() -> Iterator[Figure]:
                 yield Figure(f"tokens/s, {shape}, {row['streams']} stream(s)", "tokens/s",
                              row["nibble"]["tokens_per_s"], row["stock"]["tokens_per_s"], "vLLM",
                              True, "H200", name, 0)  # fmt: skip
-    name = "serve_load_30b_a3b_h200.json"
-    for row in load(name)["rows"]:
-        if row["output_tokens"] == 8 and row["prompt_tokens"] in (16, 64, 256):
-            yield Figure(f"first token, 30B-A3B shape, prompt of {row['prompt_tokens']}", "ms",
-                         row["nibble"]["ttft_ms"], row["stock"]["ttft_ms"], "vLLM", False, "H200",
-                         name, 1)  # fmt: skip
+    for name, prompts in FIRST_TOKENS.items():
+        for row in load(name)["rows"]:
+            if row["output_tokens"] == 8 and row["prompt_tokens"] in prompts:
+                what = f"first token, {SERVERS[name]}, prompt of {row['prompt_tokens']}"
+                yield Figure(what, "ms", row["nibble"]["ttft_ms"], row["stock"]["ttft_ms"], "vLLM",
+                             False, "H200", name, 1)  # fmt: skip
     name = "bench_real_model_h200.json"
     sides = {(row["side"], row["concurrency"]): row["median"] for row in load(name)["cells"]}
     for streams in (1, 8, 32):

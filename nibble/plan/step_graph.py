@@ -92,7 +92,7 @@ def planned_bytes(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> 
 
 
 def captures_prompts(checkpoint: Checkpoint | None, args: Mapping[str, Choice]) -> bool:
-    """Whether steps with prompts of up to 512 tokens have graphs of the whole model, too
+    """Whether steps with short prompts have graphs of the whole model, too
     (engine/plugin/step_graph/prompts.py).
     """
     found = layers(checkpoint.config) if checkpoint is not None else None
