@@ -131,7 +131,7 @@ def _long_prompts_bytes(inputs: PlanInputs, args: Mapping[str, Choice]) -> int:
     checkpoint, values = inputs.checkpoint, values_of(args)
     if checkpoint is None or not captures_prompts(checkpoint, args):
         return 0
-    if asked(values).get("attention_kernel") != "nibble":
+    if asked(values).get("attention_kernel") in (None, "vllm"):
         return 0
     tokens = min(most_tokens(args), LONG_PROMPT_SIZES[-1])
     hidden = int(checkpoint.text_config.get("hidden_size") or 0)
