@@ -111,6 +111,17 @@ def test_prompts_beyond_vllms_sizes_have_graphs_of_their_own(
     assert manager.dispatch(8, 8, 1, 0).uniform_token_count == 1  # a decode step
 
 
+def test_graphs_of_long_prompts_have_no_more_requests_than_vllms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from nibble.engine.plugin.step_graph.prompts import take_full_graphs
+
+    manager = manager_of(monkeypatch, requests=100)
+    take_full_graphs(manager, [40, 64])
+    assert manager.dispatch(32, 50, None, 0).num_reqs == SIZES[-1] == 32
+    assert manager.dispatch(33, 50, None, 0).cg_mode.name == "NONE"
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("largest", "most_tokens", "expected"),

@@ -48,11 +48,11 @@ def take_full_graphs(manager: ModelCudaGraphManager, long_sizes: Sequence[int] =
     }
     for candidates in manager._candidates.values():
         candidates[:] = [of_piecewise.get(one, one) for one in candidates]
-    long = [
-        BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, manager.max_num_reqs))
-        for size in long_sizes
-    ]
-    least = max(one.num_tokens for one in piecewise) + 1
+    # FlashAttention plans more than 992 requests in another way; those are decode steps anyway.
+    most = max(one.num_tokens for one in piecewise)
+    requests = min(most, manager.max_num_reqs)
+    long = [BatchExecutionDescriptor(CUDAGraphMode.FULL, size, requests) for size in long_sizes]
+    least = most + 1
     for desc in long:
         for tokens in range(least, desc.num_tokens + 1):
             manager._candidates[tokens, 0] = [desc]
