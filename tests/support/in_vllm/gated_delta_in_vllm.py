@@ -23,7 +23,12 @@ TOKENS, MOST_TOKENS = 24, 2048
 def on_the_cpu(plugin: Any, calls: dict[str, int]) -> None:
     """Let the plugin's code run where vLLM keeps the state transposed and has other operators."""
     import torch
+    from vllm import _custom_ops
     from vllm.utils.torch_utils import _encode_layer_name
+
+    # With AVX-512 vLLM would pack the weights that the kernel reads as they are.
+    torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
+    _custom_ops._supports_onednn = False
 
     def counted(name: str) -> Any:
         kernel = getattr(plugin, name)
