@@ -128,7 +128,8 @@ extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t 
   });
 }
 
-// Sharing, clusters, thread blocks of each, whether the form is for so many tokens and the cost in nanoseconds, where the device runs as many blocks as it has multiprocessors.
+// Sharing, clusters, thread blocks of each, whether the form is for so many tokens, and the cost in nanoseconds,
+// where the device runs as many blocks as it has multiprocessors.
 extern "C" void divide_on_the_host(uint32_t form, uint32_t tokens, uint32_t outputs, uint32_t columns,
                                    uint32_t multiprocessors, uint32_t* chosen) {
   const Shape shape{tokens, quotient_up(outputs / 2, kGroup), quotient_up(columns, kChunk)};
