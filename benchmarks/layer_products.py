@@ -1,12 +1,13 @@
 """Time of a decoder layer's products and norms, with gaps between them and as a chain.
 
-    python benchmarks/layer_products.py --out FILE [--rows 1 2 4 8 16 32 64 512]
+    python benchmarks/layer_products.py --out FILE [--shape 8b] [--rows 1 2 4 8 16 32 64 512]
 
-A CUDA graph has the four products of LAYERS layers of Qwen3-8B's shape (4096/12288, 32 and 8 heads)
-with different weights. A copy of the queries, by torch, stands for attention. Ways, in turns:
+A CUDA graph has the four products of LAYERS layers of a shape in SHAPES with different weights. A
+copy of the queries, by torch, stands for attention. Ways, in turns:
 
 apart    RMSNorm with the residual sum as torch.compile makes it, products without
 chained  nibble::rms_norm, which lets its successor begin early, and residual sums in the products
+fused    the same, with each norm and the products after it in one operator
 products the products alone
 
 The median of ROUNDS rounds counts. On a CPU the operators' specification runs, as a check.
@@ -24,14 +25,37 @@ from typing import Any, NamedTuple
 import torch
 from machine import machine
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+from nibble_kernels.nvfp4_linear.norm_linear import (
+    LinearLayer,
+    Norm,
+    nvfp4_norm_linear,
+    nvfp4_norm_mlp,
+)
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight
 from nibble_kernels.rms_norm import rms_norm
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HIDDEN, INTERMEDIATE, QUERIES, KEYS = (
-    (4096, 12288, 4096, 1024) if DEVICE == "cuda" else (256, 512, 256, 64)
-)
+
+
+class Shape(NamedTuple):
+    """Sizes of a model's layers: hidden state, MLP, all queries and all keys."""
+
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+
+
+SHAPES = {  # of Qwen3
+    "0.6b": Shape(1024, 3072, 2048, 1024),
+    "1.7b": Shape(2048, 6144, 2048, 1024),
+    "4b": Shape(2560, 9728, 4096, 1024),
+    "8b": Shape(4096, 12288, 4096, 1024),
+    "14b": Shape(5120, 17408, 5120, 1024),
+    "32b": Shape(5120, 25600, 8192, 1024),
+    "tiny": Shape(256, 512, 256, 64),
+}
 LAYERS, ROUNDS = (6, 31) if DEVICE == "cuda" else (1, 1)
 GLOBAL_SCALE, EPSILON = 0.01, 1e-6
 
@@ -43,8 +67,8 @@ class Layer(NamedTuple):
     output: PreparedWeight
     gate_up: PreparedWeight
     down: PreparedWeight
-    first_norm: Tensor
-    second_norm: Tensor
+    first_norm: Norm
+    second_norm: Norm
 
 
 def main() -> None:
@@ -53,30 +77,34 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 512])
+    default = "8b" if DEVICE == "cuda" else "tiny"
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=[default])
     options = parser.parse_args()
     torch.manual_seed(0)
-    layers = [layer() for _ in range(LAYERS)]
-    rows = [measure(layers, count) for count in options.rows]
+    found: dict[str, Any] = {"what": __doc__, "machine": machine(), "layers": LAYERS}
+    for name in options.shape:
+        print(name, flush=True)
+        layers = [layer(SHAPES[name]) for _ in range(LAYERS)]
+        found[name] = [measure(layers, count) for count in options.rows]
     if options.out:
-        found = {"what": __doc__, "machine": machine(), "layers": LAYERS, "rows": rows}
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def layer() -> Layer:
+def layer(shape: Shape) -> Layer:
     """Random codes and scales near 1."""
     shapes = [
-        (QUERIES + 2 * KEYS, HIDDEN),
-        (HIDDEN, QUERIES),
-        (2 * INTERMEDIATE, HIDDEN),
-        (HIDDEN, INTERMEDIATE),
+        (shape.queries + 2 * shape.keys, shape.hidden),
+        (shape.hidden, shape.queries),
+        (2 * shape.intermediate, shape.hidden),
+        (shape.hidden, shape.intermediate),
     ]
     weights = []
     for outputs, columns in shapes:
         codes = torch.randint(0, 256, (outputs, columns // 2), dtype=torch.uint8, device=DEVICE)
         scales = torch.rand(outputs, columns // 16, device=DEVICE).add_(0.5).to(torch.float8_e4m3fn)
         weights.append(prepare_weight(codes, scales, native=False))
-    norms = [torch.rand(HIDDEN, device=DEVICE, dtype=torch.bfloat16) + 0.5 for _ in range(2)]
-    return Layer(*weights, *norms)
+    factors = [torch.rand(shape.hidden, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    return Layer(*weights, *(Norm(factor + 0.5, EPSILON) for factor in factors))
 
 
 @torch.compile
@@ -87,33 +115,43 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     return normal.to(x.dtype) * weight, total.to(x.dtype)
 
 
-def attention(qkv: Tensor) -> Tensor:
-    return qkv[:, :QUERIES] * 1.0
+def attention(qkv: Tensor, layer: Layer) -> Tensor:
+    """As many queries as the product after attention has columns."""
+    return qkv[:, : layer.output.codes.shape[1] * 128] * 1.0
 
 
 def apart(layers: list[Layer], x: Tensor) -> Tensor:
-    hidden, residual = rms_norm(x, layers[0].first_norm, EPSILON), x
+    hidden, residual = rms_norm(x, *layers[0].first_norm), x
     for number, one in enumerate(layers):
-        attended = attention(product(hidden, one.qkv))
-        hidden, residual = add_norm(product(attended, one.output), residual, one.second_norm)
+        attended = attention(product(hidden, one.qkv), one)
+        hidden, residual = add_norm(product(attended, one.output), residual, one.second_norm.weight)
         hidden = product(product(hidden, one.gate_up, silu_mul=True), one.down)
         following = layers[(number + 1) % len(layers)]
-        hidden, residual = add_norm(hidden, residual, following.first_norm)
+        hidden, residual = add_norm(hidden, residual, following.first_norm.weight)
     return residual
 
 
 def chained(layers: list[Layer], x: Tensor) -> Tensor:
     for one in layers:
-        attended = attention(product(rms_norm(x, one.first_norm, EPSILON), one.qkv))
+        attended = attention(product(rms_norm(x, *one.first_norm), one.qkv), one)
         x = product(attended, one.output, residual=x)
-        middle = product(rms_norm(x, one.second_norm, EPSILON), one.gate_up, silu_mul=True)
+        middle = product(rms_norm(x, *one.second_norm), one.gate_up, silu_mul=True)
         x = product(middle, one.down, residual=x)
+    return x
+
+
+def fused(layers: list[Layer], x: Tensor) -> Tensor:
+    for one in layers:
+        qkv = nvfp4_norm_linear(x, one.first_norm, LinearLayer(one.qkv, GLOBAL_SCALE))
+        x = product(attention(qkv, one), one.output, residual=x)
+        parts = (LinearLayer(weight, GLOBAL_SCALE) for weight in (one.gate_up, one.down))
+        x = nvfp4_norm_mlp(x, one.second_norm, *parts)
     return x
 
 
 def products(layers: list[Layer], x: Tensor) -> Tensor:
     for one in layers:
-        x = product(attention(product(x, one.qkv)), one.output)
+        x = product(attention(product(x, one.qkv), one), one.output)
         x = product(product(x, one.gate_up, silu_mul=True), one.down)
     return x
 
@@ -125,16 +163,21 @@ def product(x: Tensor, weight: PreparedWeight, **rest: Any) -> Tensor:
 WAYS: dict[str, Callable[[list[Layer], Tensor], Tensor]] = {
     "apart": apart,
     "chained": chained,
+    "fused": fused,
     "products": products,
 }
 
 
 def measure(layers: list[Layer], rows: int) -> dict[str, Any]:
-    """Microseconds a layer of each way, and how far `chained` is from `apart`."""
-    x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
-    expected, chain = apart(layers, x).float(), chained(layers, x).float()
-    distance = float((chain - expected).norm() / expected.norm())
-    found: dict[str, Any] = {"rows": rows, "distance": round(distance, 5)}
+    """Microseconds a layer of each way, and how far `chained` and `fused` are from `apart`."""
+    hidden = len(layers[0].first_norm.weight)
+    x = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    expected = apart(layers, x).float()
+    distances = [
+        float((way(layers, x).float() - expected).norm() / expected.norm())
+        for way in (chained, fused)
+    ]
+    found: dict[str, Any] = {"rows": rows, "distance": [round(one, 5) for one in distances]}
     if DEVICE == "cuda":
         found["us_a_layer"] = times({name: graph_of(way, layers, x) for name, way in WAYS.items()})
     print(found, flush=True)

@@ -27,7 +27,16 @@ LARGE_SHAPES = [(1544, 2048), (520, 17408), (6144, 4096)]
 ROWS = (1, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 257, 300)
 BUCKETS = ((17, 32), (33, 64), (65, 128))  # a row's result does not depend on the others
 # Tokens and rows of a unit: every form of warpgroup_division.h. The last two have no clusters.
-FORMS = ((32, 256), (64, 256), (128, 128), (128, 192), (128, 256))
+FORMS = (
+    (16, 192),
+    (16, 256),
+    (32, 192),
+    (32, 256),
+    (64, 192),
+    (128, 128),
+    (128, 192),
+    (128, 256),
+)
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup.cuh
 ONLY_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 

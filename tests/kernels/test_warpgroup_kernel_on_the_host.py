@@ -25,15 +25,16 @@ from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
     assert_same_bits,
+    in_order,
     packed_weight,
     values_of,
 )
 
 GLOBAL_SCALE = 1.23e-4
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/nvfp4_warpgroup_tiles_h200.json"
-# Of warpgroup_division.h: tiles of 32, 64 and 128 tokens by 256, 256 and 128 rows, of 128 by 192
-# and by 256.
-FEW, SOME, MANY, THREE, WIDE = range(5)
+# Of warpgroup_division.h, tokens of a tile by rows: 32 by 256 with x in rows, 64 by 192, 128 by
+# 128, by 192 and by 256; then with x in order, 16 by 192 and by 256, 32 by 192 and by 256.
+FEW, SOME, MANY, THREE, WIDE, SIXTEEN, SIXTEEN_WIDE, FEW_THREE, FEW_WIDE = range(9)
 UNITS, CLUSTERS, RANGES = range(3)  # Sharing of warpgroup_form.h
 # Form, sharing, rows of x, N, K, clusters, thread blocks of each. Half a chunk at a row's end, more
 # chunks than stages, several units of a block, ranks of unequal length, ranges that begin and end
@@ -59,6 +60,18 @@ CASES = [
     (SOME, CLUSTERS, 64, 600, 656, 1, 3),
     (THREE, UNITS, 130, 232, 656, 1, 1),
     (THREE, RANGES, 129, 264, 528, 5, 1),
+    (SIXTEEN, UNITS, 9, 392, 1296, 1, 1),
+    (SIXTEEN_WIDE, RANGES, 16, 600, 656, 4, 1),
+    (FEW_THREE, CLUSTERS, 29, 392, 1296, 1, 3),
+    (FEW_WIDE, UNITS, 17, 264, 912, 2, 1),
+    (SIXTEEN, CLUSTERS, 16, 400, 1296, 1, 2),
+]
+ORDERED = [  # whole chunks of the next product's columns
+    (SIXTEEN, UNITS, 9, 512, 272, 1, 1),
+    (SIXTEEN_WIDE, CLUSTERS, 16, 512, 528, 1, 2),
+    (FEW_THREE, RANGES, 29, 768, 272, 4, 1),
+    (SOME, CLUSTERS, 70, 512, 400, 1, 3),
+    (WIDE, UNITS, 130, 512, 272, 1, 1),
 ]
 Multiply = Callable[..., Tensor]
 
@@ -87,17 +100,22 @@ def multiply(library: ctypes.CDLL, kernels: object) -> Multiply:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         silu_mul: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
+        """out: for a result in order."""
         form, sharing, _, rows, columns, clusters, ranks = case
         prepared = prepare_weight(*weight, native=x.dtype == torch.float16)
-        out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
+        ordered = out is not None
+        if out is None:
+            out = torch.full((len(x), rows // (2 if silu_mul else 1)), torch.nan, dtype=x.dtype)
         tensors = (x, prepared.codes, prepared.scales, column_scale, bias, residual, out)
         arguments: list[Any] = [
             ctypes.c_void_p(one.data_ptr() if one is not None else None) for one in tensors
         ]
         arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, clusters, ranks]
         is_bfloat = x.dtype == torch.bfloat16
-        library.multiply_warpgroup_on_the_host(late, is_bfloat, form, sharing, *arguments, silu_mul)
+        arguments += [silu_mul, ordered]
+        library.multiply_warpgroup_on_the_host(late, is_bfloat, form, sharing, *arguments)
         return out
 
     return call
@@ -166,25 +184,53 @@ def test_a_row_does_not_depend_on_the_others_of_its_tile(
         assert_same_bits((some,), (everything[first : first + count],))
 
 
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("case", ORDERED, ids=str)
+def test_an_ordered_result_has_the_values_of_rows_in_their_places(
+    multiply: Multiply, case: tuple[int, ...], silu_mul: bool
+) -> None:
+    """Tokens past the last stay as they were."""
+    form, _, tokens, rows, columns, _, _ = case
+    tile = {SIXTEEN: 16, SIXTEEN_WIDE: 16, FEW_THREE: 32, SOME: 64, WIDE: 128}[form]
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    in_rows = multiply(case, x, weight, silu_mul=silu_mul)
+    untouched = torch.full((-(-tokens // tile) * tile, in_rows.shape[1]), 7.0).bfloat16()
+    ordered = multiply(case, x, weight, silu_mul=silu_mul, out=untouched.clone())
+    untouched[:tokens] = in_rows
+    assert_same_bits((ordered.flatten(),), (in_order(untouched, tile).flatten(),))
+
+
 def divided(
-    library: ctypes.CDLL, form: int, tokens: int, shape: tuple[int, int], multiprocessors: int
+    library: ctypes.CDLL,
+    form: int,
+    tokens: int,
+    shape: tuple[int, int],
+    multiprocessors: int,
+    *,
+    ordered: bool = False,
 ) -> tuple[int, int, int]:
     """Sharing, clusters and thread blocks of each that warpgroup_division.h chooses."""
     chosen = (ctypes.c_uint32 * 5)()
-    library.divide_on_the_host(form, tokens, *shape, multiprocessors, chosen)
+    library.divide_on_the_host(form, tokens, *shape, multiprocessors, ordered, chosen)
     assert chosen[3], "the form is not for so many tokens"
     return chosen[0], chosen[1], chosen[2]
 
 
 def test_a_division_fits_the_device_and_depends_on_the_bucket_alone(library: ctypes.CDLL) -> None:
     generator, seen = random.Random(0), set[int]()
-    buckets = {FEW: (17, 32), SOME: (33, 64), MANY: (65, 128), THREE: (65, 128), WIDE: (999,)}
+    in_rows = {FEW: (17, 32), SOME: (33, 64), MANY: (65, 128), THREE: (65, 128), WIDE: (999,)}
+    buckets = [(False, *bucket) for bucket in in_rows.items()]
+    buckets += [(True, form, (9, 16)) for form in (SIXTEEN, SIXTEEN_WIDE)]
+    buckets += [(True, form, (17, 32)) for form in (FEW_THREE, FEW_WIDE)]
     for _ in range(300):
         shape = 8 * generator.randrange(1, 4000), 16 * generator.randrange(1, 1100)
         multiprocessors = generator.choice((132, 114, 78))
         chunks = -(-shape[1] // 128)
-        for form, tokens in buckets.items():
-            found = {divided(library, form, one, shape, multiprocessors) for one in tokens}
+        for ordered, form, tokens in buckets:
+            found = {
+                divided(library, form, one, shape, multiprocessors, ordered=ordered)
+                for one in tokens
+            }
             assert len(found) == 1, (form, shape)
             sharing, clusters, ranks = found.pop()
             assert clusters >= 1 and clusters * ranks <= multiprocessors
@@ -205,7 +251,7 @@ def test_the_division_of_least_cost_is_the_fastest_measured_one(library: ctypes.
         found = []
         for form, rows in ((MANY, 128), (THREE, 192), (WIDE, 256)):
             chosen = (ctypes.c_uint32 * 5)()
-            library.divide_on_the_host(form, row["rows"], row["n"], row["k"], 132, chosen)
+            library.divide_on_the_host(form, row["rows"], row["n"], row["k"], 132, False, chosen)
             found.append((chosen[4], str((128, rows, chosen[0], chosen[2]))))
         us = {name: time for name, time in row["us"].items() if name.startswith("(")}
         if (chosen_one := min(found)[1]) in us:

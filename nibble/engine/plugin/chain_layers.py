@@ -3,23 +3,31 @@
 nibble's products let their successor begin early, and fetch their own weights before they wait for
 their predecessor. vLLM's norm between two of them, compiled by inductor, does neither. So the sum
 with the residual moves into the product before the norm, and nibble::rms_norm takes the norm's
-place. Names of modules stay: checks of a start find and hook them.
+place. Where the products after a norm are nibble's too, one operator computes them with the norm:
+from 9 rows on, on SM90, the norm writes in the order in which the product reads.
+
+Names of modules stay: checks of a start find and hook them. While parts of a layer have hooks, they
+are called one by one.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from nibble_kernels.nvfp4_linear import norm_linear
+from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_norm_linear, nvfp4_norm_mlp
 from nibble_kernels.rms_norm import MAX_COLUMNS, add_rms_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import Parameter
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe
 
 from nibble.engine.plugin.cuda import NibbleNvFp4LinearKernel
-from nibble.engine.plugin.fuse_silu import PLAIN_MLPS, nibble_kernel_of
+from nibble.engine.plugin.fuse_silu import PLAIN_MLPS, GateUpSiluMul, nibble_kernel_of
 from nibble.engine.plugin.loaded_models import after_loading
 from nibble.engine.plugin.plain_decoders import LAYERS, MODELS
 from nibble.engine.plugin.require import required, required_of_instances
@@ -106,6 +114,16 @@ class ChainedLayer(nn.Module):
         self.post_attention_layernorm = Norm(layer.post_attention_layernorm)
         self.self_attn.o_proj = Deferred(self.self_attn.o_proj)
         self.mlp.down_proj = Deferred(self.mlp.down_proj)
+        qkv, gate_up = self.self_attn.qkv_proj, self.mlp.gate_up_proj
+        kernel = nibble_kernel_of(qkv)
+        self.fuses_qkv = kernel is not None and kernel.after_norm(qkv) is not None
+        if self.fuses_qkv:
+            self.self_attn.qkv_proj = Deferred(qkv)
+        self.fuses_mlp = (
+            type(gate_up) is GateUpSiluMul
+            and _after_norm(gate_up) is not None
+            and _after_norm(self.mlp.down_proj) is not None
+        )
 
     def forward(
         self,
@@ -116,11 +134,43 @@ class ChainedLayer(nn.Module):
     ) -> tuple[Tensor, None]:
         """hidden_states [tokens, hidden size], plus a residual if another layer comes before."""
         stream = hidden_states if residual is None else hidden_states + residual
-        normal = self.input_layernorm(stream)
-        attended = self.self_attn(positions=positions, hidden_states=normal)
-        stream = self.self_attn.o_proj.added_to(stream, attended)
+        fuses = torch.compiler.is_compiling() or not self._is_watched()
+        attention = self.self_attn
+        if self.fuses_qkv and attention.qkv_proj.is_deferred != fuses:
+            attention.qkv_proj.is_deferred = fuses
+        normed = self.normed_qkv if fuses and self.fuses_qkv else self.input_layernorm
+        attended = attention(positions=positions, hidden_states=normed(stream))
+        stream = attention.o_proj.added_to(stream, attended)
+        if fuses and self.fuses_mlp:
+            return self.with_mlp(stream), None
         between = self.mlp(self.post_attention_layernorm(stream))
         return self.mlp.down_proj.added_to(stream, between), None
+
+    def normed_qkv(self, stream: Tensor) -> Tensor:
+        """Queries, keys and values of the normed stream."""
+        layer = _after_norm(self.self_attn.qkv_proj)
+        assert layer is not None
+        norm, invariant = self.input_layernorm.of_kernel, envs.VLLM_BATCH_INVARIANT
+        return nvfp4_norm_linear(stream, norm, layer, batch_invariant=invariant)
+
+    def with_mlp(self, stream: Tensor) -> Tensor:
+        """The stream plus the MLP's result of the normed stream."""
+        gate_up, down = _after_norm(self.mlp.gate_up_proj), _after_norm(self.mlp.down_proj)
+        assert gate_up is not None and down is not None
+        norm, invariant = self.post_attention_layernorm.of_kernel, envs.VLLM_BATCH_INVARIANT
+        return nvfp4_norm_mlp(stream, norm, gate_up, down, batch_invariant=invariant)
+
+    def _is_watched(self) -> bool:
+        """Whether something is to see the calls of parts that are not called."""
+        names = ("self_attn.qkv_proj", "mlp", "mlp.gate_up_proj", "mlp.down_proj")
+        parts = [self.input_layernorm, self.post_attention_layernorm]
+        parts += [self.get_submodule(name) for name in names]
+        return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+def _after_norm(part: Any) -> norm_linear.LinearLayer | None:
+    """Of a Deferred or GateUpSiluMul."""
+    return part.kernel.after_norm(part.layer)
 
 
 class Norm(nn.Module):
@@ -130,6 +180,10 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = Parameter(norm.weight.data, requires_grad=False)
         self.variance_epsilon: float = norm.variance_epsilon
+
+    @property
+    def of_kernel(self) -> norm_linear.Norm:
+        return norm_linear.Norm(self.weight, self.variance_epsilon)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x [tokens, hidden size]."""
@@ -147,21 +201,24 @@ class LastNorm(Norm):
 
 
 class Deferred(nn.Module):
-    """A row-parallel layer of vLLM in its place. Called there it returns its input; the layer
-    around it computes the product, with the residual, by `added_to`.
+    """A linear layer of vLLM in its place. Called there it returns its input; the layer around it
+    computes the product, with the norm before it, or with the residual by `added_to`.
     """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.is_deferred = layer, True
         kernel = nibble_kernel_of(layer)
         assert isinstance(kernel, NibbleNvFp4LinearKernel)
-        self._kernel = kernel
+        self.kernel = kernel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return x, None
+        if self.is_deferred:
+            return x, None
+        layer: Any = self.layer
+        return self.kernel.apply_weights(layer, x, layer.bias), None
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual plus the product of x [tokens, K]."""
         layer: Any = self.layer
-        return self._kernel.apply_weights(layer, x, layer.bias, residual=residual)
+        return self.kernel.apply_weights(layer, x, layer.bias, residual=residual)

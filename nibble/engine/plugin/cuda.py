@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from nibble_kernels.library import load
 from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+from nibble_kernels.nvfp4_linear.norm_linear import LinearLayer
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight, prepare_weight, wants_native
 from nibble_kernels.nvfp4_moe import Activation, activation_of
 from nibble_kernels.nvfp4_moe.gpu import nvfp4_weight_moe
@@ -124,6 +125,14 @@ class NibbleNvFp4LinearKernel(NvFp4LinearKernel):
             return nvfp4_sparse_weight_linear(x, sparse, self.global_scale, **options)
         weight = PreparedWeight(codes, scales, self.rows, self.native)
         return nvfp4_weight_linear(x, weight, self.global_scale, residual=residual, **options)
+
+    def after_norm(self, layer: Any) -> LinearLayer | None:
+        """What nvfp4_norm_linear and nvfp4_norm_mlp take of the layer; None for sparse weights."""
+        if self.is_sparse:
+            return None
+        weight = PreparedWeight(layer.weight, layer.weight_scale, self.rows, self.native)
+        column_scale = getattr(layer, "weight_column_scale", None)
+        return LinearLayer(weight, self.global_scale, column_scale, layer.bias)
 
 
 class GpuExperts(Experts):

@@ -56,9 +56,9 @@ class GateUpSiluMul(nn.Module):
 
     def __init__(self, layer: Any, kernel: NibbleNvFp4LinearKernel) -> None:
         super().__init__()
-        self.layer, self._kernel = layer, kernel
+        self.layer, self.kernel = layer, kernel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x [..., K] to [..., N/2]."""
         layer: Any = self.layer
-        return self._kernel.apply_weights(layer, x, layer.bias, silu_mul=True), None
+        return self.kernel.apply_weights(layer, x, layer.bias, silu_mul=True), None

@@ -108,6 +108,9 @@ class NibbleNvFp4W4A4LinearKernel(NibbleNvFp4LinearKernel):
             silu_mul=silu_mul,
         )
 
+    def after_norm(self, layer: Any) -> None:
+        """The operators with a norm leave activations unquantized."""
+
 
 class _W4A4Experts(GpuExperts):
     """nibble::nvfp4_w4a4_moe. Each expert keeps its own input scales; gate and up share the larger

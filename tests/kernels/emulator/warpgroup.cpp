@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "nvfp4_linear/warpgroup.cuh"
@@ -76,6 +77,10 @@ void run(Problem p, const uint4* given_x, const uint32_t* codes, const uint32_t*
           .run();
     });
   }
+  if (std::any_of(flags.begin(), flags.end(), [](uint32_t flag) { return flag != 0; })) {
+    std::fprintf(stderr, "a flag of a part is left raised\n");
+    std::abort();
+  }
 }
 
 template <class T, class Operand, class Forms>
@@ -108,10 +113,10 @@ extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t 
                                                const void* column_scale, const void* bias,
                                                const void* residual, void* out, float global_scale,
                                                uint32_t tokens, uint32_t outputs, uint32_t columns,
-                                               uint32_t clusters, uint32_t ranks, bool silu_mul) {
+                                               uint32_t clusters, uint32_t ranks, bool silu_mul, bool ordered) {
   emulated_is_late = late;
   Problem p{};
-  p.output = {static_cast<const float*>(column_scale), bias, residual, out, global_scale, outputs, silu_mul};
+  p.output = {static_cast<const float*>(column_scale), bias, residual, out, global_scale, outputs, silu_mul, ordered};
   p.tokens = tokens;
   p.columns = columns;
   p.chunks = (columns + kChunk - 1) / kChunk;
@@ -131,8 +136,9 @@ extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t 
 // Sharing, clusters, thread blocks of each, whether the form is for so many tokens, and the cost in nanoseconds,
 // where the device runs as many blocks as it has multiprocessors.
 extern "C" void divide_on_the_host(uint32_t form, uint32_t tokens, uint32_t outputs, uint32_t columns,
-                                   uint32_t multiprocessors, uint32_t* chosen) {
-  const Shape shape{tokens, quotient_up(outputs / 2, kGroup), quotient_up(columns, kChunk)};
+                                   uint32_t multiprocessors, bool ordered, uint32_t* chosen) {
+  const Input input = ordered ? Input::ordered : Input::rows;
+  const Shape shape{tokens, quotient_up(outputs / 2, kGroup), quotient_up(columns, kChunk), input};
   with_forms(form, [&]<class Forms>(Forms) {
     const Division division = *division_of<Forms>(
         shape, multiprocessors, [&](uint32_t ranks) { return multiprocessors / ranks; },
@@ -140,7 +146,7 @@ extern "C" void divide_on_the_host(uint32_t form, uint32_t tokens, uint32_t outp
     chosen[0] = static_cast<uint32_t>(division.sharing);
     chosen[1] = division.clusters;
     chosen[2] = division.ranks;
-    chosen[3] = Forms::is_for(tokens);
+    chosen[3] = Forms::is_for(tokens, input);
     chosen[4] = static_cast<uint32_t>(division.cost * 1000);
   });
 }

@@ -138,3 +138,11 @@ def assert_rounded_once(
     bound = size * 2.0**-20 + exact.abs() * kind.eps / 2 + kind.smallest_normal
     assert found.shape == exact.shape
     assert ((found.double() - exact).abs() <= bound).all()
+
+
+def in_order(x: Tensor, tile: int) -> Tensor:
+    """x [whole tiles of tokens, whole chunks of 128 columns] in the order in which the warpgroup
+    kernel multiplies (nvfp4_linear/warpgroup_form.h).
+    """
+    quarters = x.view(len(x) // tile, tile, -1, 4, 4, 4, 2)  # tiles, tokens, chunks, quarters, p, i
+    return quarters.permute(0, 2, 4, 5, 1, 3, 6).contiguous()

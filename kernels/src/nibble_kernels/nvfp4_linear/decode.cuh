@@ -322,7 +322,7 @@ struct Multiplier {
     const float y = finished(sum.x, p.upper_global_scale, after.upper_factor, after.upper_bias) * weight;
     const float z = finished(sum.y, p.lower_global_scale, after.lower_factor, after.lower_bias) * weight;
     if (p.silu_mul) {
-      store(place(item, upper), y / (1.0f + __expf(-y)) * z, after.upper_residual);
+      store(place(item, upper), __fdividef(y, 1.0f + __expf(-y)) * z, after.upper_residual);
     } else {
       store(place(item, upper), y, after.upper_residual);
       store(place(item, upper + half), z, after.lower_residual);

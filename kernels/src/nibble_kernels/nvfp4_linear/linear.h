@@ -8,6 +8,15 @@
 
 namespace nibble {
 
+// A weight of prepare_weight, and what follows its sums.
+struct Weight {
+  const Tensor &codes, &scales;
+  int64_t outputs;
+  bool native;
+  double global_scale;
+  const std::optional<Tensor>&column_scale, &bias;
+};
+
 namespace decode {
 Tensor nvfp4_decode_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
                            bool native, double global_scale, const std::optional<Tensor>& column_scale,
@@ -20,6 +29,22 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
                               bool native, double global_scale, const std::optional<Tensor>& column_scale,
                               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                               bool silu_mul, const std::vector<int64_t>& division);
-}
+
+// Of a product of so many tokens whose x comes in order (warpgroup_form.h): tokens of a tile.
+uint32_t ordered_tile(int64_t tokens);
+// Memory for an x in order: [whole tiles of tokens, columns], columns in whole chunks of 128.
+Tensor ordered_like(const Tensor& like, int64_t tokens, int64_t columns);
+// nvfp4_warpgroup_linear of an x in order. ordered_result: `out` is the x of a next product, in order.
+void multiply_ordered(const Tensor& x, int64_t tokens, const Weight& weight, const std::optional<Tensor>& residual,
+                      bool silu_mul, bool ordered_result, const Tensor& out);
+}  // namespace warpgroup
+
+// Whether the warpgroup kernel multiplies so many rows by a weight, above so many.
+bool takes_warpgroup(int device, int64_t above, int64_t rows, int64_t outputs, int64_t columns);
+
+Tensor nvfp4_weight_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t outputs,
+                           bool native, double global_scale, const std::optional<Tensor>& column_scale,
+                           const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                           bool silu_mul, bool batch_invariant);
 
 }  // namespace nibble

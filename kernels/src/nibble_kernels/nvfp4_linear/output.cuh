@@ -26,6 +26,7 @@ struct Output {
   float global_scale;
   uint32_t outputs;
   bool silu_mul;
+  bool ordered;  // of warpgroup.cuh: the result is the x of a next product, in order
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
@@ -78,22 +79,32 @@ __device__ __forceinline__ Factors factors_of(const Output& to, uint32_t group) 
   return {factor(upper), factor(upper + half), bias(upper), bias(upper + half)};
 }
 
-// Of 8 tokens and a group, a lane writes two neighbouring rows of one token, in each half.
+// Of 8 tokens and a group, a lane writes two neighbouring rows of one token, in each half. Tile: tokens of a tile
+// of an ordered result.
 struct Target {
   size_t upper, lower;
   bool is_there;
 };
+template <uint32_t Tile>
 __device__ __forceinline__ Target target_of(const Output& to, uint32_t tokens, uint32_t group,
                                             uint32_t first_token) {
   const uint32_t lane = threadIdx.x % kLanes, half = to.outputs / 2;
   const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
-  const size_t upper = size_t{token} * (to.silu_mul ? half : to.outputs) + row;
-  return {upper, upper + half, token < tokens && row < half};
+  const uint32_t columns = to.silu_mul ? half : to.outputs;
+  const bool is_there = token < tokens && row < half;
+  if constexpr (Tile != 0) {
+    if (to.ordered) {
+      const auto place = [&](uint32_t column) { return pair_place(token, column, Tile, columns / kChunk); };
+      return {place(row), place(row + half), is_there};
+    }
+  }
+  const size_t upper = size_t{token} * columns + row;
+  return {upper, upper + half, is_there};
 }
 template <class T>
 __device__ __forceinline__ uint2 residual_of(const Output& to, uint32_t tokens, uint32_t group,
                                              uint32_t first_token) {
-  const Target at = target_of(to, tokens, group, first_token);
+  const Target at = target_of<0>(to, tokens, group, first_token);
   uint2 pairs{};
   if (to.residual && at.is_there) {
     pairs.x = __ldcg(pair_at<T>(to.residual, at.upper));
@@ -103,8 +114,8 @@ __device__ __forceinline__ uint2 residual_of(const Output& to, uint32_t tokens, 
 }
 
 // Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
-// then of the lower half's. A residual is added to what is rounded already.
-template <class T, class Operand>
+// then of the lower half's. A residual is added to what is rounded already; ordered results take none.
+template <class T, class Operand, uint32_t Tile = 0>
 __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
                                       const float4& sums, const Factors& factors, const uint2& residual) {
   const auto finished = [&](float sum, float column_scale, float bias) {
@@ -116,13 +127,13 @@ __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_
               y1 = finished(sums.y, factors.upper, factors.upper_bias),
               z0 = finished(sums.z, factors.lower, factors.lower_bias),
               z1 = finished(sums.w, factors.lower, factors.lower_bias);
-  const Target at = target_of(to, tokens, group, first_token);
+  const Target at = target_of<Tile>(to, tokens, group, first_token);
   const auto store = [&](size_t place, uint32_t pair, uint32_t residual) {
     if (to.residual) pair = sums_of(T(), pair, residual);
     *const_cast<uint32_t*>(pair_at<T>(to.out, place)) = pair;
   };
   if (to.silu_mul) {
-    const auto product = [](float y, float z) { return y / (1.0f + __expf(-y)) * z; };
+    const auto product = [](float y, float z) { return __fdividef(y, 1.0f + __expf(-y)) * z; };
     const uint32_t pair = instruction::transpose_pairs(pair_of(T(), product(y0, z0), product(y1, z1)));
     if (at.is_there) store(at.upper, pair, residual.x);
   } else {
@@ -137,7 +148,7 @@ __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_
 
 // Writes sums(i) of `Count` times 8 tokens and of a group. The compiler keeps loads and stores in order, so
 // residuals are loaded before anything is written, those of several i at a time.
-template <class T, class Operand, uint32_t Count, class F>
+template <class T, class Operand, uint32_t Count, uint32_t Tile = 0, class F>
 __device__ __forceinline__ void write_all(const Output& to, uint32_t tokens, uint32_t group,
                                           uint32_t first_token, F&& sums) {
   constexpr uint32_t kAtOnce = Count < 8 ? Count : 8;
@@ -151,8 +162,8 @@ __device__ __forceinline__ void write_all(const Output& to, uint32_t tokens, uin
       residuals[i] = residual_of<T>(to, tokens, group, first_token + (first + i) * kTokenGroup);
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
-      write<T, Operand>(to, tokens, group, first_token + (first + i) * kTokenGroup, sums(first + i), factors,
-                        residuals[i]);
+      write<T, Operand, Tile>(to, tokens, group, first_token + (first + i) * kTokenGroup, sums(first + i),
+                              factors, residuals[i]);
     }
   }
 }

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (uint32_t k = 0; k < kElements; ++k) {
     const float x = to_float(gate.elements[k]);
-    assign(result.elements[k], x / (1.0f + __expf(-x)) * to_float(up.elements[k]));
+    assign(result.elements[k], __fdividef(x, 1.0f + __expf(-x)) * to_float(up.elements[k]));
   }
   out[i] = result.words;
 }

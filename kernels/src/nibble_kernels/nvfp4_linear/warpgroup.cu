@@ -1,6 +1,7 @@
-// nibble::nvfp4_warpgroup_linear: x in the order of warpgroup.cuh, how the work is divided, and the launches.
+// nibble::nvfp4_warpgroup_linear, and the same product of an x in order: how the work is divided, and the launches.
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
+#include "nibble/zero_words.h"
 #include "nvfp4_linear/linear.h"
 #include "nvfp4_linear/warpgroup.cuh"
 #include "nvfp4_linear/warpgroup_division.h"
@@ -13,32 +14,28 @@ using decode::Launch;
 
 constexpr uint32_t kOrderWarps = 4;
 
-// x [tokens, columns] as [tiles, chunks, steps, 2, Tokens] pieces of 16 bytes, zeros past the last token and
-// column. A warp has 8 tokens of a chunk.
+// x [tokens, columns] in order (warpgroup_form.h), zeros past the last token and column. A warp has 8 tokens of a
+// chunk.
 template <uint32_t Tokens>
 __global__ void __launch_bounds__(kOrderWarps* kLanes)
-    order_x(const uint4* x, uint4* to, uint32_t tokens, uint32_t columns, uint32_t chunks, uint32_t* flags,
-            uint32_t flag_count) {
+    order_x(const uint4* x, uint4* to, uint32_t tokens, uint32_t columns, uint32_t chunks) {
   instruction::let_next_kernel_start();
   instruction::wait_for_previous_kernel();
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < flag_count; i += gridDim.x * blockDim.x)
-    flags[i] = 0;
   const uint32_t unit = blockIdx.x * kOrderWarps + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const uint32_t token_group = unit / chunks, chunk = unit - token_group * chunks;
   const uint32_t token = token_group * kTokenGroup + lane % kTokenGroup, piece = lane / kTokenGroup;
-  const uint32_t tile = token / Tokens;
-  if (tile * Tokens >= tokens) return;
+  if (token / Tokens * Tokens >= tokens) return;
   const uint32_t first_column = chunk * kChunk + piece * 8;
   uint4 quarters[4];
   load_quarters(x + (size_t{token} * columns + first_column) / 8, quarters,
                 [&](uint32_t t) { return token < tokens && first_column + t * 32 < columns; });
-  to += ((size_t{tile} * chunks + chunk) * kSteps + piece * 2) * 2 * Tokens + token % Tokens;
+  to += piece_place(token, chunk, piece * 4, Tokens, chunks);
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) to[i * Tokens] = ordered(quarters, i);
 }
 
 template <class T, class Operand, class Form>
-__global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_constant__ Problem problem) {
+__global__ void __launch_bounds__(Form::kThreads, 1) multiply_block(const __grid_constant__ Problem problem) {
 #if NIBBLE_HAS_WARPGROUP_PRODUCTS
   extern __shared__ __align__(128) uint8_t shared[];
   Multiplier<T, Operand, Form>{problem, instruction::shared_place(shared)}.run();
@@ -62,6 +59,7 @@ struct Run {
   Problem problem;
   const void *codes, *scales;
   const Tensor& x;
+  Input input;
   const Device& device;
   const std::vector<int64_t>& division;
   cudaStream_t stream;
@@ -74,23 +72,26 @@ void multiply_with(Run& run, uint32_t clusters, uint32_t ranks) {
   p.codes = map_of(run.codes, kCodeBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.scales = map_of(run.scales, kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.x = static_cast<const uint4*>(run.x.const_data_ptr());
-  std::optional<Tensor> work;
-  if constexpr (!Form::kOrdersX) {
-    const int64_t x_bytes = int64_t{p.token_tiles} * p.chunks * Form::kXBytes;
-    const int64_t part_bytes = Form::kRanges ? int64_t{clusters} * Form::kSlots * Form::kSlotBytes : 0;
-    const uint32_t flags = Form::kRanges ? clusters * Form::kConsumerWarps : 0;
-    work = torch::stable::new_empty(run.x, {(x_bytes + part_bytes + flags * 4) / 2}, run.x.scalar_type());
-    uint8_t* const begin = static_cast<uint8_t*>(work->mutable_data_ptr());
-    p.parts = reinterpret_cast<float4*>(begin + x_bytes);
-    p.flags = reinterpret_cast<uint32_t*>(begin + x_bytes + part_bytes);
+  std::optional<Tensor> ordered, parts;
+  if (!Form::kOrdersX && run.input == Input::rows) {
+    const int64_t rows = int64_t{p.token_tiles} * Form::kTokens;
+    ordered = torch::stable::new_empty(run.x, {rows * p.chunks * kChunk}, run.x.scalar_type());
+    uint4* const to = static_cast<uint4*>(ordered->mutable_data_ptr());
     const uint32_t warps = p.token_tiles * Form::kTokenGroups * p.chunks;
     Launch order(quotient_up(warps, kOrderWarps), 1, kOrderWarps * kLanes, 0, run.stream);
-    order(order_x<Form::kTokens>, p.x, reinterpret_cast<uint4*>(begin), p.tokens, p.columns, p.chunks,
-          p.flags, flags);
-    p.x = reinterpret_cast<const uint4*>(begin);
+    order(order_x<Form::kTokens>, p.x, to, p.tokens, p.columns, p.chunks);
+    p.x = to;
+  }
+  if constexpr (Form::kRanges) {
+    const int64_t bytes = int64_t{clusters} * Form::kSlots * Form::kSlotBytes;
+    parts = torch::stable::new_empty(run.x, {bytes / 2}, run.x.scalar_type());
+    p.parts = static_cast<float4*>(parts->mutable_data_ptr());
+    constexpr uint32_t kMostWarps = 16;  // of a block, in every form
+    static_assert(Form::kConsumerWarps <= kMostWarps);
+    p.flags = zero_words_of<Division>(run.device.index, run.stream, run.device.multiprocessors * kMostWarps);
   }
   Launch launch(clusters * ranks, ranks, Form::kThreads, Form::shared_bytes(ranks), run.stream);
-  launch(multiply<T, Operand, Form>, p);
+  launch(multiply_block<T, Operand, Form>, p);
 }
 
 // The division for a form. Those that Run.division leaves, if it is not empty.
@@ -98,10 +99,10 @@ template <class T, class Operand, class Forms>
 std::optional<Division> division_for(const Run& run) {
   const Problem& p = run.problem;
   return division_of<Forms>(
-      {p.tokens, p.groups, p.chunks}, run.device.multiprocessors,
+      {p.tokens, p.groups, p.chunks, run.input}, run.device.multiprocessors,
       [&](uint32_t ranks) {
         using Clusters = typename Forms::Clusters;
-        return decode::clusters_at_a_time<multiply<T, Operand, Clusters>>(
+        return decode::clusters_at_a_time<multiply_block<T, Operand, Clusters>>(
             ranks, Clusters::kThreads, Clusters::shared_bytes(ranks), run.device);
       },
       [&](Sharing sharing, uint32_t ranks) {
@@ -113,7 +114,7 @@ std::optional<Division> division_for(const Run& run) {
 template <class T, class Operand, class Forms>
 void multiply_as(Run& run, const Division& division) {
   Problem& p = run.problem;
-  const Shape shape{p.tokens, p.groups, p.chunks};
+  const Shape shape{p.tokens, p.groups, p.chunks, run.input};
   p.row_blocks = shape.row_blocks<Forms>();
   p.token_tiles = shape.token_tiles<Forms>();
   if constexpr (Forms::kHasClusters) {
@@ -133,7 +134,7 @@ void multiply_all(Run& run) {
     using Considered = decltype(forms);
     const bool is_considered =
         run.division.empty()
-            ? Considered::is_for(run.problem.tokens)
+            ? Considered::is_for(run.problem.tokens, run.input)
             : run.division[0] == Considered::kTokens && run.division[1] == Considered::kRows;
     if (!is_considered) return;
     const std::optional<Division> found = division_for<T, Operand, Considered>(run);
@@ -149,6 +150,43 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
+// x [.., columns] in rows, or in order for `tokens` tokens.
+void multiply(const Tensor& x, Input input, int64_t tokens, const Weight& weight,
+              const std::optional<Tensor>& residual, bool silu_mul, bool ordered_result,
+              const std::vector<int64_t>& division, const Tensor& out) {
+  if (tokens == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Device device = decode::device_of(x.get_device_index());
+  const decode::Problem checked = decode::problem_of(x, weight.codes, weight.outputs, weight.scales, 1);
+  Problem problem{};
+  problem.output.column_scale = static_cast<const float*>(data_or_null(weight.column_scale));
+  problem.output.bias = data_or_null(weight.bias);
+  require(!residual || (residual->numel() == out.numel() && residual->is_contiguous() &&
+                        residual->scalar_type() == out.scalar_type()),
+          "a residual must have the result's shape and type");
+  problem.output.residual = data_or_null(residual);
+  problem.output.out = out.mutable_data_ptr();
+  problem.output.global_scale = static_cast<float>(weight.global_scale);
+  problem.output.outputs = checked.outputs;
+  problem.output.silu_mul = silu_mul;
+  problem.output.ordered = ordered_result;
+  problem.columns = checked.columns;
+  problem.chunks = checked.chunks;
+  problem.groups = checked.groups;
+  problem.tokens = static_cast<uint32_t>(tokens);
+  require(division.empty() || division.size() == 4,
+          "expected a division of tokens, rows, sharing and blocks of a cluster, found ", division.size(),
+          " numbers");
+  require(weight.native == (x.scalar_type() == ScalarType::Half),
+          "expected codes prepared for the activations' type");
+  Run run{problem, checked.codes, checked.scales, x, input, device, division, current_stream(x)};
+  if (weight.native) {
+    multiply_all<__half, HalfOperand>(run);
+  } else {
+    multiply_all<__nv_bfloat16, BfloatOperand>(run);
+  }
+}
+
 }  // namespace
 
 Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
@@ -156,39 +194,24 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
                               const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                               bool silu_mul, const std::vector<int64_t>& division) {
   const Tensor x = torch::stable::contiguous(input);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Device device = decode::device_of(x.get_device_index());
   const Tensor out =
       torch::stable::new_empty(x, with_last(x, silu_mul ? outputs / 2 : outputs), x.scalar_type());
-  const decode::Problem checked = decode::problem_of(x, codes, outputs, scales, 1);
-  Problem problem{};
-  problem.output.column_scale = static_cast<const float*>(data_or_null(column_scale));
-  problem.output.bias = data_or_null(bias);
-  require(!residual || (residual->numel() == out.numel() && residual->is_contiguous() &&
-                        residual->scalar_type() == out.scalar_type()),
-          "a residual must have the result's shape and type");
-  problem.output.residual = data_or_null(residual);
-  problem.output.out = out.mutable_data_ptr();
-  problem.output.global_scale = static_cast<float>(global_scale);
-  problem.output.outputs = checked.outputs;
-  problem.columns = checked.columns;
-  problem.chunks = checked.chunks;
-  problem.groups = checked.groups;
-  problem.tokens = static_cast<uint32_t>(x.numel() / checked.columns);
-  problem.output.silu_mul = silu_mul;
-  if (problem.tokens == 0) return out;
-  require(division.empty() || division.size() == 4,
-          "expected a division of tokens, rows, sharing and blocks of a cluster, found ", division.size(),
-          " numbers");
-  require(native == (x.scalar_type() == ScalarType::Half),
-          "expected codes prepared for the activations' type");
-  Run run{problem, checked.codes, checked.scales, x, device, division, current_stream(x)};
-  if (native) {
-    multiply_all<__half, HalfOperand>(run);
-  } else {
-    multiply_all<__nv_bfloat16, BfloatOperand>(run);
-  }
+  multiply(x, Input::rows, x.numel() / x.size(x.dim() - 1),
+           {codes, scales, outputs, native, global_scale, column_scale, bias}, residual, silu_mul, false, division,
+           out);
   return out;
+}
+
+uint32_t ordered_tile(int64_t tokens) { return tile_of(static_cast<uint32_t>(tokens), Input::ordered); }
+
+Tensor ordered_like(const Tensor& like, int64_t tokens, int64_t columns) {
+  const int64_t tile = ordered_tile(tokens);
+  return torch::stable::new_empty(like, {(tokens + tile - 1) / tile * tile, columns}, like.scalar_type());
+}
+
+void multiply_ordered(const Tensor& x, int64_t tokens, const Weight& weight, const std::optional<Tensor>& residual,
+                      bool silu_mul, bool ordered_result, const Tensor& out) {
+  multiply(x, Input::ordered, tokens, weight, residual, silu_mul, ordered_result, {}, out);
 }
 
 }  // namespace nibble::warpgroup

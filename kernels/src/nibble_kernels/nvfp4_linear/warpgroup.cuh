@@ -18,14 +18,12 @@ namespace nibble::warpgroup {
 
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
-  // [tokens, columns] where a form orders x, else what order_x made of it: [tiles of tokens, chunks, steps,
-  // 2, tokens of a tile].
-  const uint4* x;
+  const uint4* x;  // [tokens, columns] where a form orders x, else in order: warpgroup_form.h
   Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
   // Of equal ranges: a block's part of a unit that another began, [blocks, slots, 32], and whether it is
-  // there, [blocks, warps].
+  // there, [blocks, warps]: zeros before the launch and after it.
   float4* parts;
   uint32_t* flags;
 };
@@ -52,7 +50,7 @@ __device__ __forceinline__ uint4 ordered(const uint4 (&quarters)[4], uint32_t i)
 template <class T, class Operand, class Form>
 struct Multiplier {
   using Sums = float[Form::kSums];
-  static constexpr uint32_t kEarly = 2;  // stages that are filled before x is asked for
+  static constexpr uint32_t kEarly = Form::kOrdersX ? 2 : 1;  // stages that are filled before x is asked for
   static_assert(kEarly <= Form::kStages);
 
   const Problem& p;
@@ -259,9 +257,9 @@ struct Multiplier {
   __device__ __forceinline__ void finish(uint32_t unit, const Sums (&sums)[Form::kStrips]) const {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
-      write_all<T, Operand, Form::kTokenGroups>(p.output, p.tokens, group_of(unit, s, warp),
-                                                first_token_of(unit),
-                                                [&](uint32_t i) { return float4_of(sums[s], i); });
+      write_all<T, Operand, Form::kTokenGroups, Form::kTokens>(
+          p.output, p.tokens, group_of(unit, s, warp), first_token_of(unit),
+          [&](uint32_t i) { return float4_of(sums[s], i); });
     }
   }
 
@@ -282,6 +280,7 @@ struct Multiplier {
       while (instruction::load_acquire(flag_of(other)) == 0) {
       }
       __syncwarp();
+      if (lane == 0) *flag_of(other) = 0;
 #pragma unroll
       for (uint32_t s = 0; s < Form::kStrips; ++s) {
 #pragma unroll
@@ -356,8 +355,8 @@ struct Multiplier {
         const float4 more = instruction::load_shared_floats(part(place, other));
         sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
       }
-      write<T, Operand>(p.output, p.tokens, group_at(slot), token_of(slot), sum,
-                        factors_of<T>(p.output, group_at(slot)), residuals[i]);
+      write<T, Operand, Form::kTokens>(p.output, p.tokens, group_at(slot), token_of(slot), sum,
+                                       factors_of<T>(p.output, group_at(slot)), residuals[i]);
     }
     if (is_last) return;
     __syncwarp();

@@ -1,6 +1,7 @@
 // The forms of the kernel in warpgroup.cuh, for host and device.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace nibble::warpgroup {
@@ -15,21 +16,33 @@ constexpr uint32_t kSharedBytes = 227 * 1024;  // of a thread block, on SM90
 
 constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
+// x in order: [tiles of tokens, chunks, kChunkPieces, tokens of a tile] pieces of 16 bytes. Piece 4 p + i of a
+// chunk has the columns (8 p + 2 i, 8 p + 2 i + 1) of each quarter of 32, one quarter after the other.
+constexpr uint32_t kChunkPieces = kChunk / 8, kQuarter = kChunk / 4;
+constexpr size_t piece_place(uint32_t token, uint32_t chunk, uint32_t piece, uint32_t tile, uint32_t chunks) {
+  return ((size_t{token / tile} * chunks + chunk) * kChunkPieces + piece) * tile + token % tile;
+}
+// Of an even column and the next one, in elements.
+constexpr size_t pair_place(uint32_t token, uint32_t column, uint32_t tile, uint32_t chunks) {
+  const uint32_t piece = column % kQuarter / 2;
+  return piece_place(token, column / kChunk, piece, tile, chunks) * 8 + column % kChunk / kQuarter * 2;
+}
+
 // A unit is a block's rows by a tile of tokens. Blocks have whole units; or those of a cluster share a unit's
 // columns; or all chunks of all units are divided into equal ranges, one for each block.
 enum class Sharing { units, clusters, ranges };
 
-// Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way.
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares>
+// Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. OrdersX: warps of the block bring
+// x into order; else it comes in order.
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares, bool OrdersX>
 struct Form {
   static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
   static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
   static constexpr uint32_t kConsumerWarps = Warpgroups * kWarps;
   static constexpr uint32_t kGroups = kConsumerWarps * Strips;  // of a thread block
-  // Warps that bring x into order, 8 tokens each; the first one also fetches weights. Without any, a kernel
-  // before this one orders x: with 64 tokens that is faster, and it clears the flags of equal ranges.
   static constexpr uint32_t kTokenGroups = Tokens / kTokenGroup;
-  static constexpr bool kOrdersX = Tokens <= 32 && !kRanges;
+  // Warps that order x have 8 tokens each; the first one also fetches weights.
+  static constexpr bool kOrdersX = OrdersX;
   static constexpr uint32_t kXWarps = kOrdersX ? kTokenGroups : 0;
   // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
   static constexpr bool kMovesRegisters =

@@ -30,13 +30,19 @@ Tensor call(const char* name, const Arguments&... arguments) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+}  // namespace
+
+bool takes_warpgroup(int device, int64_t above, int64_t rows, int64_t outputs, int64_t columns) {
+  return rows > above && has_warpgroup_products(device) &&
+         (rows <= kMostWarpgroupRows || rows * outputs * columns <= kFewProducts);
+}
+
 Tensor nvfp4_weight_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t outputs,
                            bool native, double global_scale, const std::optional<Tensor>& column_scale,
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                            bool silu_mul, bool batch_invariant) {
   const int64_t columns = x.size(x.dim() - 1), rows = x.numel() / columns;
-  if (!batch_invariant && rows > kMostDecodeRowsSm90 && has_warpgroup_products(x.get_device_index()) &&
-      (rows <= kMostWarpgroupRows || rows * outputs * columns <= kFewProducts))
+  if (!batch_invariant && takes_warpgroup(x.get_device_index(), kMostDecodeRowsSm90, rows, outputs, columns))
     return warpgroup::nvfp4_warpgroup_linear(x, codes, scales, outputs, native, global_scale, column_scale,
                                              bias, residual, silu_mul, {});
   if (batch_invariant || rows <= kMostDecodeRows)
@@ -46,7 +52,6 @@ Tensor nvfp4_weight_linear(const Tensor& x, const Tensor& codes, const Tensor& s
               residual, silu_mul);
 }
 
-}  // namespace
 }  // namespace nibble
 
 STABLE_TORCH_LIBRARY_IMPL(nibble, CUDA, library) {

@@ -1,6 +1,7 @@
 // nibble::nvfp4_moe_linear: the launches of route.cuh, grouped.cuh and few.cuh.
 #include "nibble/decode_launch.h"
 #include "nibble/tensor_map.h"
+#include "nibble/zero_words.h"
 #include "nvfp4_moe/add_up.cuh"
 #include "nvfp4_moe/few.cuh"
 #include "nvfp4_moe/route.cuh"
@@ -155,27 +156,6 @@ void multiply_with(Run& run) {
   launch_sum<T>(run);
 }
 
-// Words that are zero before and after each launch: of a stream, on which launches follow each other.
-uint32_t* counters_of(const Device& device, cudaStream_t stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, uint32_t*> known;
-  const std::lock_guard lock(mutex);
-  uint32_t*& words = known[{device.index, stream}];
-  if (words != nullptr) return words;
-  // Also while the stream is captured.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check(cudaThreadExchangeStreamCaptureMode(&mode));
-  void* memory = nullptr;
-  cudaStream_t own = nullptr;
-  check(cudaMalloc(&memory, FewCounters::kWords * sizeof(uint32_t)));
-  check(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
-  check(cudaMemsetAsync(memory, 0, FewCounters::kWords * sizeof(uint32_t), own));
-  check(cudaStreamSynchronize(own));
-  check(cudaStreamDestroy(own));
-  check(cudaThreadExchangeStreamCaptureMode(&mode));
-  return words = static_cast<uint32_t*>(memory);
-}
-
 // For few pairs: one launch before the sum.
 template <class T, class Operand, class Form>
 void multiply_few_with(Run& run) {
@@ -189,7 +169,8 @@ void multiply_few_with(Run& run) {
   uint8_t* const begin = static_cast<uint8_t*>(work.mutable_data_ptr());
   p.inner = reinterpret_cast<uint32_t*>(begin + w.inner);
   p.products = begin + w.products;
-  const FewCounters counters(counters_of(run.device, run.stream));
+  const FewCounters counters(
+      zero_words_of<FewCounters>(run.device.index, run.stream, FewCounters::kWords));
   p.queue = counters.queue;
   p.complete = counters.complete;
   const Choices choices{.chosen = r.chosen,

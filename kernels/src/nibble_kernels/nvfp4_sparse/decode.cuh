@@ -141,7 +141,7 @@ struct Multiplier {
       y = finished(y, upper);
       z = finished(z, upper + half);
       if (p.silu_mul) {
-        assign(out[size_t{token} * half + upper], y / (1.0f + __expf(-y)) * z);
+        assign(out[size_t{token} * half + upper], __fdividef(y, 1.0f + __expf(-y)) * z);
       } else {
         assign(out[size_t{token} * p.outputs + upper], y);
         assign(out[size_t{token} * p.outputs + upper + half], z);

@@ -14,6 +14,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from nibble.engine.contract.report import LayerCheck
 from nibble.engine.plugin.report.attention import attention_results, pass_of_this_worker
+from nibble.engine.plugin.report.chained import KIND as CHAINED
+from nibble.engine.plugin.report.chained import chained_layers, chained_results
 from nibble.engine.plugin.report.compare import Result, compare, group
 from nibble.engine.plugin.report.kernels_used import models_of
 from nibble.engine.plugin.report.linear_attention import KIND, rule_results, rules_of
@@ -46,6 +48,9 @@ def run_checks(worker: Any) -> list[LayerCheck]:
             for name, layer, rule in rules_of(model):
                 found = rule_results(name, layer, rule, worker.device)
                 results += _guarded(Result("attention", KIND, name), found)
+            for name, chained in chained_layers(model):
+                found = chained_results(name, chained, worker.device)
+                results += _guarded(Result("linear", CHAINED, name), found)
     with set_current_vllm_config(config):
         for blank, found in attention_results(worker):
             results += _guarded(blank, found)

@@ -1,0 +1,54 @@
+"""Compares operators that compute a norm and the products after it with the norm and the products
+one by one, whose layers are compared with their definition elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nibble.engine.plugin.chain_layers import ChainedLayer
+from nibble.engine.plugin.report.compare import Result, compare
+from nibble.engine.plugin.report.formats import random_input
+
+KIND = "norm and products in one"
+ROWS = (1, 12, 24, 48, 100)  # one of each kernel
+SMALL = 2.0**-8  # of the stream, so that its sum with the MLP's result is that result
+
+
+def chained_layers(model: nn.Module) -> Iterator[tuple[str, ChainedLayer]]:
+    """One of the layers of each size: they differ in their weights alone."""
+    seen = set[tuple[Any, ...]]()
+    for name, module in model.named_modules():
+        if not isinstance(module, ChainedLayer):
+            continue
+        parts = (module.self_attn.qkv_proj, module.mlp.gate_up_proj, module.mlp.down_proj)
+        size = tuple(tuple(part.layer.weight.shape) for part in parts if hasattr(part, "layer"))
+        if (module.fuses_qkv or module.fuses_mlp) and size not in seen:
+            seen.add(size)
+            yield name, module
+
+
+def chained_results(name: str, layer: ChainedLayer, device: torch.device) -> Iterator[Result]:
+    """Of a layer, for each number of rows in ROWS."""
+    size = len(layer.input_layernorm.weight)
+    everything = random_input(name, max(ROWS), size, None).to(device) * SMALL
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def compared(part: str, y: Tensor, expected: Tensor) -> Result:
+        return compare("linear", KIND, f"{name}, {part}", y, {"bf16": expected.float().cpu()})
+
+    for rows in ROWS:
+        x = everything[:rows]
+        if layer.fuses_qkv:
+            qkv = attention.qkv_proj
+            normal = layer.input_layernorm(x)
+            expected = qkv.kernel.apply_weights(qkv.layer, normal, qkv.layer.bias)
+            yield compared("qkv_proj", layer.normed_qkv(x), expected)
+        if layer.fuses_mlp:
+            between, _ = mlp.gate_up_proj(layer.post_attention_layernorm(x))
+            expected = mlp.down_proj.added_to(torch.zeros_like(x), between)
+            yield compared("mlp", layer.with_mlp(x) - x, expected)
