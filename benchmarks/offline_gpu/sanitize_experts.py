@@ -1,5 +1,5 @@
-"""A layer of experts in every form and a linear layer in every tile, on small batches, for
-compute-sanitizer:
+"""A layer of experts in every form, a linear layer in every tile and an MLP with its norm, on small
+batches, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck python benchmarks/offline_gpu/sanitize_experts.py
 """
@@ -20,7 +20,10 @@ from tests.kernels.test_nvfp4_moe_linear import (
 from tests.support.kernels.kernel_cases import activations, packed_weight, values_of
 
 SHAPES = ((6, 3, 144, 80), (60, 4, 528, 272))
-TILES = ((32, 256), (64, 256), (128, 128), (128, 192), (128, 256))
+TILES = (
+    *((16, 192), (16, 256), (32, 192), (32, 256), (64, 192)),
+    *((128, 128), (128, 192), (128, 256)),
+)
 GLOBAL_SCALE = 1.23e-4
 
 
@@ -35,6 +38,7 @@ def main() -> None:
                 assert_close(layer.run(given, form=form), exact)
         print(f"experts {shape}: right", flush=True)
     linear()
+    after_norms()
 
 
 def linear() -> None:
@@ -53,6 +57,27 @@ def linear() -> None:
             found = nvfp4_warpgroup_linear(x.cuda(), weight, GLOBAL_SCALE, division=division)
             check(found, x, values)
     print("linear layers: right", flush=True)
+
+
+def after_norms() -> None:
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+    from nibble_kernels.nvfp4_linear.norm_linear import LinearLayer, Norm, nvfp4_norm_mlp
+    from nibble_kernels.nvfp4_linear.weight import prepare_weight
+    from nibble_kernels.rms_norm import rms_norm
+
+    def layer(rows: int, columns: int) -> LinearLayer:
+        codes, scales = packed_weight(rows, columns)
+        return LinearLayer(prepare_weight(codes.cuda(), scales.cuda(), native=False), GLOBAL_SCALE)
+
+    gate_up, down = layer(768, 256), layer(256, 384)
+    norm = Norm(torch.ones(256, dtype=torch.bfloat16, device="cuda"), 1e-6)
+    for rows in (1, 12, 24, 48, 133):
+        x = torch.randn(rows, 256, device="cuda").bfloat16()
+        between = nvfp4_weight_linear(rms_norm(x, *norm), *gate_up[:2], silu_mul=True)
+        expected = nvfp4_weight_linear(between, *down[:2], residual=x).float()
+        found = nvfp4_norm_mlp(x, norm, gate_up, down).float()
+        assert (found - expected).norm() <= expected.norm() * 2.0**-7, rows
+    print("products after norms: right", flush=True)
 
 
 def check(found: torch.Tensor, x: torch.Tensor, values: torch.Tensor) -> None:
