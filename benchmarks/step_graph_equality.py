@@ -301,13 +301,13 @@ def take_path(worker: Any, mode: str) -> None:
     """In a worker: let its steps take a path."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from nibble.engine.plugin.step_graph.prompts import _builders, is_for_prompts
+    from nibble.engine.plugin.step_graph.prompts import is_for_prompts
 
     runner = worker.model_runner
     if not hasattr(runner, "all_graphs"):
         runner.all_graphs, runner.any_batch = runner._graphs, runner._new_batch
         runner.all_candidates = dict(runner.cudagraph_manager._candidates)
-        runner.all_builds = [(builder, builder.build) for builder in _builders(runner)]
+        runner.any_inputs = runner.prepare_inputs
 
     def without_sampler(*arguments: Any) -> Any:
         batch = runner.any_batch(*arguments)
@@ -334,23 +334,18 @@ def take_path(worker: Any, mode: str) -> None:
         taken = [other(one) for one in found] if mode in IN_PIECES else [found]
         candidates[key] = [one for some in taken for one in some]
     runner._new_batch = without_sampler if mode == "inputs" else runner.any_batch
-    for builder, build in runner.all_builds:
-        builder.build = as_captured(build) if mode in IN_PIECES else build
 
+    def as_in_graph(scheduled: Any, state: Any, desc: Any, loras: int) -> Any:
+        """What runs from a graph for prompts takes FlashAttention, planned as if one request had
+        all tokens: also a prompt of one token beside decode steps. The same without that graph.
+        """
+        batch = runner.any_inputs(scheduled, state, desc, loras)
+        found = runner.all_candidates.get((batch.num_tokens, 0), ())
+        if desc.cg_mode != CUDAGraphMode.FULL and any(map(is_for_prompts, found)):
+            batch.max_query_len = desc.num_tokens
+        return batch
 
-def as_captured(build: Any) -> Any:
-    """Attention as a graph for prompts has it. FlashAttention 3 has another kernel, whose sums have
-    another order, where the longest request of a batch has few tokens; a graph is captured as if
-    one request had all tokens.
-    """
-
-    def built(prefix: int, common: Any, fast_build: bool = False) -> Any:
-        found = build(prefix, common, fast_build)
-        if found.max_query_len > 1 and not getattr(found, "decodes", False):
-            found.max_query_len = max(found.max_query_len, common.num_actual_tokens)
-        return found
-
-    return built
+    runner.prepare_inputs = as_in_graph if mode in IN_PIECES else runner.any_inputs
 
 
 def counted_steps(worker: Any) -> dict[str, int]:
