@@ -5,6 +5,8 @@ operators, eager and compiled.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +22,8 @@ from tests.support.models import cloverlm_models
 from tests.support.models.generated_families import SHAPE, as_llama, as_mistral, as_qwen2, changed
 from tests.support.models.generated_hybrid import HybridShape
 from tests.support.models.generated_nvfp4 import Form, Shape, write_checkpoint
-from tests.support.paths import python_path
+from tests.support.paths import IN_VLLM, ROOT, python_path
+from tests.support.servers.serving import clean_environ
 from tests.support.vllm_plugins import gpu_kernel_anywhere
 from tests.support.vllm_plugins.install import install
 
@@ -90,6 +93,33 @@ def test_decoder_layers_are_chained_and_answer_as_before(installed: Path, tmp_pa
     lines = (tmp_path / "fused.chained").read_text().splitlines()
     layers = [f"model.layers.{i}" for i in range(SHAPE.layers)]
     assert [json.loads(line) for line in lines] == [[], layers] * (len(jobs) // 2)
+
+
+def test_the_canary_compares_a_chained_layer_whose_parts_can_be_hooked(
+    installed: Path, tmp_path: Path
+) -> None:
+    """The operators of a norm and its products beside the products one by one, in the model's
+    dtype; a wrong one is found. With hooks the parts are called, and the layer answers the same.
+    """
+    folder = write_checkpoint(tmp_path / "model", SHAPE, "modelopt")
+    options = OPTIONS | OUR_OPTIONS | {"enforce_eager": True}
+    environ = anywhere(installed, tmp_path)
+    environ["PYTHONPATH"] = python_path(tmp_path, installed, ROOT)
+    done = subprocess.run(
+        [sys.executable, str(IN_VLLM / "chained_in_vllm.py"), folder, json.dumps(options)],
+        env=clean_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **environ),
+        capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [""]
+    assert line, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(line.removeprefix("RESULT "))
+    assert found["layers"] == ["model.layers.0"]  # the others have the same sizes
+    assert found["right"] and not any(found["right"])
+    assert [bool(problem) for problem in found["wrong"]] == [True, False] * 5
+    assert found["dtypes"] == ["torch.bfloat16"]
+    parts = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+    assert found["called"] == parts
+    assert found["difference"] < 2.0**-7 and found["again"]
 
 
 def test_a_shape_that_is_left_to_vllm_has_another_kernel_and_answers_as_before(

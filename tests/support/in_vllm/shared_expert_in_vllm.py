@@ -29,8 +29,18 @@ def problems(folder: str, options: dict[str, Any]) -> list[list[list[str]]]:
         with torch.inference_mode():
             expert = joined(runner)
             assert expert is not None
+            routed, dtypes = runner.routed_experts.forward_modular, set[torch.dtype]()
+
+            def seen(**given: Any) -> Any:
+                dtypes.add(given["x"].dtype)
+                return routed(**given)
+
+            runner.routed_experts.forward_modular = seen
             found = shared_results(runner.layer_name, runner, expert, torch.device("cpu"))
-            return [result.problem for result in found]
+            problems = [result.problem for result in found]
+            runner.routed_experts.forward_modular = routed
+            assert dtypes == {torch.bfloat16}, dtypes  # the kernels for GPUs take no other
+            return problems
 
     found = []
     for runner in runners:

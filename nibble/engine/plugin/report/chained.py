@@ -34,15 +34,16 @@ def chained_layers(model: nn.Module) -> Iterator[tuple[str, ChainedLayer]]:
 
 def chained_results(name: str, layer: ChainedLayer, device: torch.device) -> Iterator[Result]:
     """Of a layer, for each number of rows in ROWS."""
-    size = len(layer.input_layernorm.weight)
-    everything = random_input(name, max(ROWS), size, None).to(device) * SMALL
+    weight = layer.input_layernorm.weight
+    rows = random_input(name, max(ROWS), len(weight), None, dtype=weight.dtype)
+    everything = rows.to(device) * SMALL
     attention, mlp = layer.self_attn, layer.mlp
 
     def compared(part: str, y: Tensor, expected: Tensor) -> Result:
         return compare("linear", KIND, f"{name}, {part}", y, {"bf16": expected.float().cpu()})
 
-    for rows in ROWS:
-        x = everything[:rows]
+    for count in ROWS:
+        x = everything[:count]
         if layer.fuses_qkv:
             qkv = attention.qkv_proj
             normal = layer.input_layernorm(x)

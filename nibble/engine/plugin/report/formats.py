@@ -53,16 +53,22 @@ def generator_of(name: str) -> torch.Generator:
 
 
 def random_input(
-    name: str, rows: int, columns: int, largest_scale: Tensor | None, of_scale: float = NVFP4_RANGE
+    name: str,
+    rows: int,
+    columns: int,
+    largest_scale: Tensor | None,
+    of_scale: float = NVFP4_RANGE,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Normally distributed numbers [rows, columns] in the model's dtype.
+    """Normally distributed numbers [rows, columns]. dtype: the model's; None is torch's default,
+    which is the model's only while vLLM loads it.
 
     largest_scale: the layer's input scale, whose range, `of_scale` times it, the numbers fill;
     None: deviation 1.
     """
     deviation = 1.0 if largest_scale is None else float(largest_scale) * of_scale / SIGMAS
     values = torch.randn(rows, columns, generator=generator_of(name), dtype=torch.float32)
-    return (values * deviation).to(torch.get_default_dtype())
+    return (values * deviation).to(dtype or torch.get_default_dtype())
 
 
 def random_routing(name: str, rows: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def shared_results(
     compared elsewhere.
     """
     routed, moe = runner.routed_experts, runner.moe_config
-    rows = random_input(name, ROWS, moe.hidden_dim, None).to(device)
+    rows = random_input(name, ROWS, moe.hidden_dim, None, dtype=moe.in_dtype).to(device)
     weights, ids = random_routing(name, ROWS, moe.num_experts, moe.experts_per_token)
     factors = torch.rand(ROWS, 1, generator=generator_of(f"{name} shared")).to(rows)
     for count in (1, ROWS):
