@@ -1,5 +1,5 @@
 """nvfp4_norm_linear and nvfp4_norm_mlp beside the norm and the products one by one. On the CPU they
-are their specification; on a GPU, SM90 has kernels of its own for them.
+are their specification; on SM90 the norm writes what the products multiply in their order.
 """
 
 from __future__ import annotations
