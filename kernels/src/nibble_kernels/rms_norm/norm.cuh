@@ -2,7 +2,7 @@
 // nvfp4_linear/warpgroup.cuh multiplies.
 #pragma once
 
-#include "nibble/tensor_core.cuh"
+#include "nibble/vectors.cuh"
 #include "nvfp4_linear/warpgroup_form.h"
 
 namespace nibble::norm {
@@ -15,17 +15,6 @@ struct Problem {
   uint4 *out, *total;
   uint32_t vectors;  // of a row
   uint32_t tile;     // tokens of a tile of an ordered result, whose columns are whole chunks; 0: rows
-};
-
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void assign(__half& to, float x) { to = __float2half_rn(x); }
-
-template <class T>
-union Elements {
-  uint4 words;
-  T all[8];
 };
 
 // In every thread: the warp's sum in the order of a tree, then those of the warps in their order. `sums`: of each
@@ -61,7 +50,7 @@ template <class T, uint32_t Vectors, class WaitForX>
 __device__ __forceinline__ void normalize_row(const Problem& p, float* sums, WaitForX&& wait_for_x) {
   const uint32_t token = blockIdx.x;
   const size_t begin = size_t{token} * p.vectors;
-  Elements<T> first_scale{};
+  Vector<T> first_scale{};
   if (threadIdx.x < p.vectors) first_scale.words = __ldg(p.weight + threadIdx.x);
   wait_for_x();
   float own[Vectors][8], squares = 0.0f;
@@ -69,14 +58,14 @@ __device__ __forceinline__ void normalize_row(const Problem& p, float* sums, Wai
   for (uint32_t i = 0; i < Vectors; ++i) {
     const uint32_t vector = i * blockDim.x + threadIdx.x;
     if (vector >= p.vectors) break;
-    Elements<T> elements, added, total;
-    elements.words = p.x[begin + vector];
+    Vector<T> values, added, total;
+    values.words = p.x[begin + vector];
     if (p.residual) added.words = p.residual[begin + vector];
 #pragma unroll
     for (uint32_t k = 0; k < 8; ++k) {
-      own[i][k] = to_float(elements.all[k]);
-      if (p.residual) own[i][k] += to_float(added.all[k]);
-      assign(total.all[k], own[i][k]);
+      own[i][k] = to_float(values.elements[k]);
+      if (p.residual) own[i][k] += to_float(added.elements[k]);
+      assign(total.elements[k], own[i][k]);
       squares = fmaf(own[i][k], own[i][k], squares);
     }
     if (p.residual) p.total[begin + vector] = total.words;
@@ -88,13 +77,13 @@ __device__ __forceinline__ void normalize_row(const Problem& p, float* sums, Wai
     if (i * blockDim.x >= p.vectors) break;  // of no thread of the block
     const uint32_t vector = i * blockDim.x + threadIdx.x;
     const bool is_there = vector < p.vectors;
-    Elements<T> results{}, scale = first_scale;
+    Vector<T> results{}, scale = first_scale;
     if (i != 0 && is_there) scale.words = __ldg(p.weight + vector);
 #pragma unroll
     for (uint32_t k = 0; k < 8; ++k) {
       T normal;
       assign(normal, own[i][k] * factor);
-      assign(results.all[k], to_float(normal) * to_float(scale.all[k]));
+      assign(results.elements[k], to_float(normal) * to_float(scale.elements[k]));
     }
     if (p.tile == 0) {
       if (is_there) p.out[begin + vector] = results.words;

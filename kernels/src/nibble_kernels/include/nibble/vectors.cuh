@@ -1,8 +1,7 @@
 // Sixteen bytes of bfloat16 or float16 elements, for kernels that take them one by one.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "nibble/tensor_core.cuh"
 
 namespace nibble {
 
