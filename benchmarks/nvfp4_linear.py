@@ -169,7 +169,7 @@ def warpgroup_divisions(batch: int, weight: PreparedWeight) -> dict[str, Product
     """Every form for so many rows: whole units, clusters of 2 to 8 thread blocks, equal ranges."""
     tokens = next((tile for tile in (32, 64) if batch <= tile), 128)
     found: dict[str, Product] = {}
-    for rows in (256,) if tokens <= 64 else (128, 192, 256):
+    for rows in {32: (192, 256), 64: (192,)}.get(tokens, (128, 192, 256)):
         sharings = [(0, 1), *((1, ranks) for ranks in range(2, 9)), (2, 1)]
         for division in [(), *((tokens, rows, *sharing) for sharing in sharings)]:
             found[str(division) if division else "nibble"] = partial(

@@ -265,8 +265,8 @@ def nvfp4_warpgroup_linear(
 
     A residual is added to what is rounded already, and the sum is rounded.
 
-    A row's result depends on the number of rows through its bucket (up to 16, 32, 64, 128), and
-    above 128 through the number. division: (tokens of a tile, rows of a thread block, Sharing of
+    A row's result depends on the number of rows through its bucket (up to 32, 64, 128), and above
+    128 through the number. division: (tokens of a tile, rows of a thread block, Sharing of
     warpgroup_form.h, thread blocks of a cluster), for tests and measurements.
     """
     rest = (residual, silu_mul, list(division))

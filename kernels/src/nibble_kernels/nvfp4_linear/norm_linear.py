@@ -118,7 +118,11 @@ _mlp = operator(
 def nvfp4_norm_linear(
     x: Tensor, norm: Norm, layer: LinearLayer, *, batch_invariant: bool = False
 ) -> Tensor:
-    """nvfp4_weight_linear of rms_norm(x): x [..., K], bfloat16 or float16, to [..., N]."""
+    """nvfp4_weight_linear of rms_norm(x): x [..., K], bfloat16 or float16, to [..., N].
+
+    On SM90 a row's result depends on the number of rows through its bucket (up to 4, 8, 16, 32, 64,
+    128), and above 128 through the number; with batch_invariant it does not.
+    """
     return _linear(x, *norm, *_of(layer), batch_invariant)
 
 
@@ -131,7 +135,8 @@ def nvfp4_norm_mlp(
     batch_invariant: bool = False,
 ) -> Tensor:
     """x plus down(silu(gate) · up) of rms_norm(x), [..., K]. Gate and up are the halves of
-    gate_up's outputs, and what lies between the products is rounded to x's dtype.
+    gate_up's outputs, and what lies between the products is rounded to x's dtype. Of the number of
+    rows, nvfp4_norm_linear's words hold.
     """
     native = gate_up.weight.native
     if down.weight.native != native:
