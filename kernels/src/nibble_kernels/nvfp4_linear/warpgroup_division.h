@@ -8,8 +8,8 @@
 
 namespace nibble::warpgroup {
 
-// Who brings x into the order of warpgroup.cuh: a kernel before, with the norm or activation that makes it;
-// or this product, in its blocks or by a launch of its own.
+// How x comes: in order (warpgroup_form.h), from the kernel that made it; or in rows, which the blocks of the
+// product or a separate launch bring into order.
 enum class Input { ordered, rows };
 
 // Tokens of a tile.
