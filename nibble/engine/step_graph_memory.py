@@ -48,7 +48,7 @@ def prompt_graph_bytes(heads: int, head_dim: int) -> int:
 
 def long_prompt_bytes(hidden: int, tokens: int) -> int:
     """Activations in the graphs of LONG_PROMPT_SIZES, besides the kernels' workspace. All graphs of
-    an 8B shape on an H200 take 0.94 GiB (benchmarks/results/serve_load_8b_h200.json).
+    an 8B shape on an H200 take 0.86 GiB (benchmarks/results/serve_load_8b_h200.json).
     """
     return min(tokens, LONG_PROMPT_SIZES[-1]) * ACTIVATIONS * hidden * 2
 
