@@ -213,10 +213,7 @@ class Deferred(nn.Module):
         self.kernel = kernel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        if self.is_deferred:
-            return x, None
-        layer: Any = self.layer
-        return self.kernel.apply_weights(layer, x, layer.bias), None
+        return (x, None) if self.is_deferred else self.layer(x)
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual plus the product of x [tokens, K]."""

@@ -185,7 +185,7 @@ _dense = operator(
     _linear_fake,
 )
 
-_linear = operator(
+weight_linear = operator(
     "nvfp4_weight_linear(Tensor x, Tensor codes, Tensor scales, int outputs, bool native, float"
     " global_scale, Tensor? column_scale, Tensor? bias, Tensor? residual, bool silu_mul, bool"
     " batch_invariant) -> Tensor",
@@ -213,7 +213,7 @@ def nvfp4_weight_linear(
     uses the decode kernel. Elsewhere a residual is added to what is rounded already.
     """
     rest = (residual, silu_mul, batch_invariant)
-    return _linear(x, *weight, global_scale, column_scale, bias, *rest)
+    return weight_linear(x, *weight, global_scale, column_scale, bias, *rest)
 
 
 def nvfp4_decode_linear(

@@ -5,12 +5,12 @@ that product's order (nvfp4_linear/warpgroup_form.h).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from nibble_kernels.library import operator
-from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
+from nibble_kernels.nvfp4_linear.gpu import weight_linear
 from nibble_kernels.nvfp4_linear.weight import PreparedWeight
 from nibble_kernels.rms_norm import rms_norm
 
@@ -33,66 +33,22 @@ class LinearLayer(NamedTuple):
     bias: Tensor | None = None
 
 
-def _norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    epsilon: float,
-    codes: Tensor,
-    scales: Tensor,
-    outputs: int,
-    native: bool,
-    global_scale: float,
-    column_scale: Tensor | None,
-    bias: Tensor | None,
-    batch_invariant: bool,
-) -> Tensor:
-    return nvfp4_weight_linear(
-        rms_norm(x, norm_weight, epsilon),
-        PreparedWeight(codes, scales, outputs, native),
-        global_scale,
-        column_scale=column_scale,
-        bias=bias,
-        batch_invariant=batch_invariant,
-    )
+def _norm_linear(x: Tensor, norm_weight: Tensor, epsilon: float, *rest: Any) -> Tensor:
+    *product, batch_invariant = rest
+    normal = rms_norm(x, norm_weight, epsilon)
+    return weight_linear(normal, *product, None, False, batch_invariant)
 
 
-def _norm_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    epsilon: float,
-    native: bool,
-    gate_up_codes: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_outputs: int,
-    gate_up_global_scale: float,
-    gate_up_column_scale: Tensor | None,
-    gate_up_bias: Tensor | None,
-    down_codes: Tensor,
-    down_scales: Tensor,
-    down_outputs: int,
-    down_global_scale: float,
-    down_column_scale: Tensor | None,
-    down_bias: Tensor | None,
-    batch_invariant: bool,
-) -> Tensor:
-    between = nvfp4_weight_linear(
-        rms_norm(x, norm_weight, epsilon),
-        PreparedWeight(gate_up_codes, gate_up_scales, gate_up_outputs, native),
-        gate_up_global_scale,
-        column_scale=gate_up_column_scale,
-        bias=gate_up_bias,
-        silu_mul=True,
-        batch_invariant=batch_invariant,
-    )
-    return nvfp4_weight_linear(
-        between,
-        PreparedWeight(down_codes, down_scales, down_outputs, native),
-        down_global_scale,
-        column_scale=down_column_scale,
-        bias=down_bias,
-        residual=x,
-        batch_invariant=batch_invariant,
-    )
+def _norm_mlp(x: Tensor, norm_weight: Tensor, epsilon: float, native: bool, *rest: Any) -> Tensor:
+    *layers, batch_invariant = rest
+
+    def product(x: Tensor, layer: list[Any], residual: Tensor | None, silu_mul: bool) -> Tensor:
+        codes, scales, outputs, *others = layer
+        weight = (codes, scales, outputs, native)
+        return weight_linear(x, *weight, *others, residual, silu_mul, batch_invariant)
+
+    between = product(rms_norm(x, norm_weight, epsilon), layers[:6], None, True)
+    return product(between, layers[6:], x, False)
 
 
 _linear = operator(

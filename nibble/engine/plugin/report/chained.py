@@ -45,9 +45,7 @@ def chained_results(name: str, layer: ChainedLayer, device: torch.device) -> Ite
     for count in ROWS:
         x = everything[:count]
         if layer.fuses_qkv:
-            qkv = attention.qkv_proj
-            normal = layer.input_layernorm(x)
-            expected = qkv.kernel.apply_weights(qkv.layer, normal, qkv.layer.bias)
+            expected, _ = attention.qkv_proj.layer(layer.input_layernorm(x))
             yield compared("qkv_proj", layer.normed_qkv(x), expected)
         if layer.fuses_mlp:
             between, _ = mlp.gate_up_proj(layer.post_attention_layernorm(x))
