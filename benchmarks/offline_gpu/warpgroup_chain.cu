@@ -74,10 +74,17 @@ constexpr Product kProducts[] = {{"qkv", 6144, kHidden, false},
                                  {"down", kHidden, 12288, false}};
 
 struct Device {
-  char *weights, *activations, *ordered, *parts, *flags;
+  char *weights, *activations, *ordered, *parts, *flags, *squares;
   cudaStream_t stream;
   uint32_t multiprocessors;
   char* activation(int i) const { return activations + i * kStep; }
+};
+
+// Of a norm without a kernel: what the product before it leaves, and how many of its blocks.
+struct LinearNorm {
+  void* scaled;
+  float* squares;
+  uint32_t blocks;
 };
 
 // What a launch multiplies.
@@ -90,6 +97,7 @@ struct Call {
   const void* residual;
   bool ordered_result;
   uint32_t tokens;
+  LinearNorm* norm;  // between two products
 };
 
 template <class Kernel, class... Arguments>
@@ -129,6 +137,13 @@ void multiply_with(const Device& device, const Call& call, const Division& divis
   p.scales = map_of(call.weight + product.code_bytes(), kScaleBytes / 4, p.chunks, p.groups, Form::kGroups);
   p.parts = reinterpret_cast<float4*>(device.parts), p.flags = reinterpret_cast<uint32_t*>(device.flags);
   p.x = static_cast<const uint4*>(call.x);
+  if (call.norm && call.residual) {
+    p.output.norm = {device.activation(5), call.norm->scaled, call.norm->squares,
+                     tile_of(call.tokens, Input::ordered)};
+    call.norm->blocks = division.clusters * p.ranks;
+  } else if (call.norm) {
+    p.squares = call.norm->squares, p.square_blocks = call.norm->blocks, p.epsilon = 1e-6f;
+  }
   if (!Form::kOrdersX && call.input == Input::rows) {
     uint4* const to = reinterpret_cast<uint4*>(device.ordered);
     const uint32_t warps = p.token_tiles * Form::kTokenGroups * p.chunks;
@@ -164,13 +179,22 @@ std::optional<Division> division_for(const Device& device, const Call& call, IsA
 
 template <class Forms>
 void multiply_as(const Device& device, const Call& call, const Division& division) {
-  if (division.sharing == Sharing::ranges)
-    return multiply_with<typename Forms::Ranges>(device, call, division);
-  if constexpr (Forms::kHasClusters) {
-    if (division.sharing == Sharing::clusters)
-      return multiply_with<typename Forms::Clusters>(device, call, division);
+  const auto with = [&]<nibble::warpgroup::Norm Beside>() {
+    if (division.sharing == Sharing::ranges)
+      return multiply_with<typename Forms::template Of<Sharing::ranges, Beside>>(device, call, division);
+    if constexpr (Forms::kHasClusters) {
+      if (division.sharing == Sharing::clusters)
+        return multiply_with<typename Forms::template Of<Sharing::clusters, Beside>>(device, call, division);
+    }
+    multiply_with<typename Forms::template Of<Sharing::units, Beside>>(device, call, division);
+  };
+  if constexpr (Forms::kTokens <= kMostNormTokens) {
+    if (call.norm && call.residual) return with.template operator()<nibble::warpgroup::Norm::after>();
+    if constexpr (!Forms::Units::kOrdersX) {
+      if (call.norm) return with.template operator()<nibble::warpgroup::Norm::before>();
+    }
   }
-  multiply_with<typename Forms::Units>(device, call, division);
+  with.template operator()<nibble::warpgroup::Norm::none>();
 }
 
 // As the operator divides it.
@@ -200,21 +224,27 @@ void norm(const Device& device, const void* x, void* out, uint32_t tokens) {
   launch(device, normalize, tokens, 1, kNormThreads, 0, problem);
 }
 
-void layer(const Device& device, const char* weight, uint32_t tokens, bool norms, bool rows) {
+enum class Norms { none, kernels, inside };
+
+void layer(const Device& device, const char* weight, uint32_t tokens, Norms norms, bool rows) {
   char *const stream = device.activation(0), *const normal = device.activation(1), *const qkv = device.activation(2),
               *const sum = device.activation(3), *const between = device.activation(4);
   int next = 0;
-  const auto product = [&](const void* x, Input input, void* out, const void* residual, bool ordered) {
+  const auto product = [&](const void* x, Input input, void* out, const void* residual, bool ordered, LinearNorm* norm) {
     const Product& one = kProducts[next++];
-    multiply_best(device, {one, weight, x, input, out, residual, ordered, tokens});
+    multiply_best(device, {one, weight, x, input, out, residual, ordered, tokens, norm});
     weight += one.bytes();
   };
-  if (norms) norm(device, stream, normal, tokens);
-  product(normal, Input::ordered, qkv, nullptr, false);
-  product(qkv, rows ? Input::rows : Input::ordered, sum, stream, false);
-  if (norms) norm(device, sum, normal, tokens);
-  product(normal, Input::ordered, between, nullptr, true);
-  product(between, Input::ordered, stream, sum, false);
+  float* const squares = reinterpret_cast<float*>(device.squares);
+  static LinearNorm before{normal, squares, 1};  // of the layer before
+  LinearNorm after{normal, squares + (1 << 16), 0};
+  const bool inside = norms == Norms::inside;
+  if (norms == Norms::kernels) norm(device, stream, normal, tokens);
+  product(normal, Input::ordered, qkv, nullptr, false, inside ? &before : nullptr);
+  product(qkv, rows ? Input::rows : Input::ordered, sum, stream, false, inside ? &after : nullptr);
+  if (norms == Norms::kernels) norm(device, sum, normal, tokens);
+  product(normal, Input::ordered, between, nullptr, true, inside ? &after : nullptr);
+  product(between, Input::ordered, stream, sum, false, inside ? &before : nullptr);
 }
 
 // Of one of kLayers calls of enqueue(layer) in a graph.
@@ -250,7 +280,7 @@ void print_divisions(const Device& device, uint32_t tokens, size_t layer_bytes, 
   for (const Product& product : kProducts) {
     const auto call_of = [&](int i) {
       return Call{product, device.weights + i * layer_bytes + offset, device.activation(1), Input::ordered,
-                  device.activation(2), nullptr, false, tokens};
+                  device.activation(2), nullptr, false, tokens, nullptr};
     };
     for (uint32_t ranks = 1; ranks <= kMostRanks; ++ranks) {
       for (const Sharing sharing : {Sharing::units, Sharing::clusters, Sharing::ranges}) {
@@ -267,6 +297,25 @@ void print_divisions(const Device& device, uint32_t tokens, size_t layer_bytes, 
         is_first = false;
       }
     }
+    offset += product.bytes();
+  }
+}
+
+// Each product alone, without a norm and with one inside.
+void print_products(const Device& device, uint32_t tokens, size_t layer_bytes) {
+  static LinearNorm norm{device.activation(4), reinterpret_cast<float*>(device.squares), device.multiprocessors};
+  size_t offset = 0;
+  for (const Product& product : kProducts) {
+    const void* const residual = product.outputs == kHidden ? device.activation(3) : nullptr;
+    const auto time = [&](LinearNorm* norm) {
+      return microseconds(device, [&](int i) {
+        multiply_best(device, {product, device.weights + i * layer_bytes + offset, device.activation(1),
+                               Input::ordered, device.activation(2), residual, product.silu_mul, tokens, norm});
+      });
+    };
+    const float without = time(nullptr);
+    std::printf("%s\n  {\"product\": \"%s\", \"tokens\": %u, \"us\": %.2f, \"with_norm\": %.2f}",
+                tokens == 16 && offset == 0 ? "" : ",", product.name, tokens, without, time(&norm));
     offset += product.bytes();
   }
 }
@@ -307,16 +356,25 @@ int main() {
   check(cudaMalloc(&device.parts, 64 << 20));
   check(cudaMalloc(&device.flags, 1 << 20));
   check(cudaMemset(device.flags, 0, 1 << 20));
+  check(cudaMalloc(&device.squares, 1 << 20));
+  check(cudaMemset(device.squares, 0, 1 << 20));
   std::printf("{\"gpu\": \"%s\", \"us_a_layer\": [", properties.name);
   for (const uint32_t tokens : {16u, 32u, 64u, 128u}) {
-    const auto time = [&](bool norms, bool rows) {
+    const auto time = [&](Norms norms, bool rows) {
       return microseconds(
           device, [&](int i) { layer(device, device.weights + i * layer_bytes, tokens, norms, rows); });
     };
-    std::printf("%s\n  {\"tokens\": %u, \"ordered\": %.2f, \"norms\": %.2f, \"rows\": %.2f, \"both\": %.2f}",
-                tokens == 16 ? "" : ",", tokens, time(false, false), time(true, false), time(false, true),
-                time(true, true));
+    std::printf("%s\n  {\"tokens\": %u", tokens == 16 ? "" : ",", tokens);
+    const bool fits = tokens <= kMostNormTokens;
+    std::printf(", \"ordered\": %.2f, \"norms\": %.2f", time(Norms::none, false), time(Norms::kernels, false));
+    std::printf(", \"rows\": %.2f, \"both\": %.2f", time(Norms::none, true), time(Norms::kernels, true));
+    if (fits)
+      std::printf(", \"inside\": %.2f, \"inside_rows\": %.2f", time(Norms::inside, false),
+                  time(Norms::inside, true));
+    std::printf("}");
   }
+  std::printf("],\n\"products\": [");
+  for (const uint32_t tokens : {16u, 32u, 64u}) print_products(device, tokens, layer_bytes);
   std::printf("],\n\"divisions\": [");
   bool is_first = true;
   for_every_form([&](auto forms) {

@@ -18,6 +18,15 @@ using instruction::SharedPlace;
 constexpr uint32_t kSteps = kChunk / 16;  // products of a chunk
 static_assert(kChunk == decode::kChunk && kTileBytes == decode::kTileBytes);
 
+// Of an RMSNorm of what is written: its weight, and for the next product, which has the norm's factor, the values
+// times the weight, in order for tiles of `tile` tokens, and each block's sums of squares, [blocks, tile]. Or nulls.
+struct NormAfter {
+  const void* weight;
+  void* scaled;
+  float* squares;
+  uint32_t tile;
+};
+
 struct Output {
   const float* column_scale;
   const void* bias;
@@ -27,6 +36,7 @@ struct Output {
   uint32_t outputs;
   bool silu_mul;
   bool ordered;  // of warpgroup.cuh: the result is the x of a next product, in order
+  NormAfter norm;  // of forms with a norm after the product
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& words, uint32_t i) {
@@ -79,8 +89,15 @@ __device__ __forceinline__ Factors factors_of(const Output& to, uint32_t group) 
   return {factor(upper), factor(upper + half), bias(upper), bias(upper + half)};
 }
 
-// Of 8 tokens and a group, a lane writes two neighbouring rows of one token, in each half. Tile: tokens of a tile
-// of an ordered result.
+// Of 8 tokens and a group, a lane writes two neighbouring rows of one token, in each half.
+__device__ __forceinline__ uint32_t token_of(uint32_t first_token) {
+  return first_token + threadIdx.x % kLanes / 4;
+}
+__device__ __forceinline__ uint32_t first_row_of(uint32_t group) {
+  return group * kGroup + threadIdx.x % 4 * 2;
+}
+
+// Tile: tokens of a tile of an ordered result.
 struct Target {
   size_t upper, lower;
   bool is_there;
@@ -88,8 +105,7 @@ struct Target {
 template <uint32_t Tile>
 __device__ __forceinline__ Target target_of(const Output& to, uint32_t tokens, uint32_t group,
                                             uint32_t first_token) {
-  const uint32_t lane = threadIdx.x % kLanes, half = to.outputs / 2;
-  const uint32_t token = first_token + lane / 4, row = group * kGroup + lane % 4 * 2;
+  const uint32_t half = to.outputs / 2, token = token_of(first_token), row = first_row_of(group);
   const uint32_t columns = to.silu_mul ? half : to.outputs;
   const bool is_there = token < tokens && row < half;
   if constexpr (Tile != 0) {
@@ -101,23 +117,46 @@ __device__ __forceinline__ Target target_of(const Output& to, uint32_t tokens, u
   const size_t upper = size_t{token} * columns + row;
   return {upper, upper + half, is_there};
 }
-template <class T>
-__device__ __forceinline__ uint2 residual_of(const Output& to, uint32_t tokens, uint32_t group,
-                                             uint32_t first_token) {
+// Of 8 tokens and a group, what a lane adds to its pairs, and the weights of a norm after them.
+struct Addends {
+  uint2 residual, norm_weight;
+};
+template <class T, Norm Beside = Norm::none>
+__device__ __forceinline__ Addends addends_of(const Output& to, uint32_t tokens, uint32_t group,
+                                              uint32_t first_token) {
+  Addends addends{};
+  if constexpr (Beside == Norm::before) return addends;
   const Target at = target_of<0>(to, tokens, group, first_token);
-  uint2 pairs{};
-  if (to.residual && at.is_there) {
-    pairs.x = __ldcg(pair_at<T>(to.residual, at.upper));
-    if (!to.silu_mul) pairs.y = __ldcg(pair_at<T>(to.residual, at.lower));
+  if (!at.is_there) return addends;
+  if (to.residual) {
+    addends.residual.x = __ldcg(pair_at<T>(to.residual, at.upper));
+    if (!to.silu_mul) addends.residual.y = __ldcg(pair_at<T>(to.residual, at.lower));
   }
-  return pairs;
+  if constexpr (Beside == Norm::after) {
+    const uint32_t row = first_row_of(group);
+    addends.norm_weight.x = __ldg(pair_at<T>(to.norm.weight, row));
+    addends.norm_weight.y = __ldg(pair_at<T>(to.norm.weight, row + to.outputs / 2));
+  }
+  return addends;
+}
+
+// A pair of a row of the norm's input, times the norm's weights, in order. The sum of the pair's squares.
+template <class T>
+__device__ __forceinline__ float write_scaled(const Output& to, uint32_t token, uint32_t row, uint32_t pair,
+                                              uint32_t weight) {
+  const T *const values = reinterpret_cast<const T*>(&pair), *const weights = reinterpret_cast<const T*>(&weight);
+  const float a = to_float(values[0]), b = to_float(values[1]);
+  *const_cast<uint32_t*>(pair_at<T>(to.norm.scaled, pair_place(token, row, to.norm.tile, to.outputs / kChunk))) =
+      pair_of(T(), a * to_float(weights[0]), b * to_float(weights[1]));
+  return fmaf(a, a, b * b);
 }
 
 // Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
-// then of the lower half's. A residual is added to what is rounded already; ordered results take none.
-template <class T, class Operand, uint32_t Tile = 0>
-__device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
-                                      const float4& sums, const Factors& factors, const uint2& residual) {
+// then of the lower half's. A residual is added to what is rounded already; ordered results take none. Returns the
+// sum of squares of what the lane wrote, of one token, where a norm comes next.
+template <class T, class Operand, uint32_t Tile = 0, Norm Beside = Norm::none>
+__device__ __forceinline__ float write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
+                                       const float4& sums, const Factors& factors, const Addends& addends) {
   const auto finished = [&](float sum, float column_scale, float bias) {
     sum *= Operand::kUnit;
     sum *= to.global_scale;
@@ -129,41 +168,48 @@ __device__ __forceinline__ void write(const Output& to, uint32_t tokens, uint32_
               z1 = finished(sums.w, factors.lower, factors.lower_bias);
   const Target at = target_of<Tile>(to, tokens, group, first_token);
   const auto store = [&](size_t place, uint32_t pair, uint32_t residual) {
-    if (to.residual) pair = sums_of(T(), pair, residual);
+    if (Beside != Norm::before && to.residual) pair = sums_of(T(), pair, residual);
     *const_cast<uint32_t*>(pair_at<T>(to.out, place)) = pair;
+    return pair;
   };
-  if (to.silu_mul) {
+  if (Beside != Norm::after && to.silu_mul) {
     const auto product = [](float y, float z) { return __fdividef(y, 1.0f + __expf(-y)) * z; };
     const uint32_t pair = instruction::transpose_pairs(pair_of(T(), product(y0, z0), product(y1, z1)));
-    if (at.is_there) store(at.upper, pair, residual.x);
-  } else {
-    const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0, y1));
-    const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0, z1));
-    if (at.is_there) {
-      store(at.upper, pair, residual.x);
-      store(at.lower, other, residual.y);
-    }
+    if (at.is_there) store(at.upper, pair, addends.residual.x);
+    return 0.0f;
   }
+  const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0, y1));
+  const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0, z1));
+  if (!at.is_there) return 0.0f;
+  const uint32_t upper = store(at.upper, pair, addends.residual.x);
+  const uint32_t lower = store(at.lower, other, addends.residual.y);
+  if constexpr (Beside == Norm::after) {
+    const uint32_t token = token_of(first_token), row = first_row_of(group);
+    return write_scaled<T>(to, token, row, upper, addends.norm_weight.x) +
+           write_scaled<T>(to, token, row + to.outputs / 2, lower, addends.norm_weight.y);
+  }
+  return 0.0f;
 }
 
-// Writes sums(i) of `Count` times 8 tokens and of a group. The compiler keeps loads and stores in order, so
-// residuals are loaded before anything is written, those of several i at a time.
-template <class T, class Operand, uint32_t Count, uint32_t Tile = 0, class F>
+// Writes sums(i) of `Count` times 8 tokens and of a group; after(i, what write returned). The compiler keeps loads
+// and stores in order, so residuals are loaded before anything is written, those of several i at a time.
+template <class T, class Operand, uint32_t Count, uint32_t Tile = 0, Norm Beside = Norm::none, class F,
+          class After>
 __device__ __forceinline__ void write_all(const Output& to, uint32_t tokens, uint32_t group,
-                                          uint32_t first_token, F&& sums) {
+                                          uint32_t first_token, F&& sums, After&& after) {
   constexpr uint32_t kAtOnce = Count < 8 ? Count : 8;
   static_assert(Count % kAtOnce == 0);
   const Factors factors = factors_of<T>(to, group);
 #pragma unroll
   for (uint32_t first = 0; first < Count; first += kAtOnce) {
-    uint2 residuals[kAtOnce];
+    Addends addends[kAtOnce];
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i)
-      residuals[i] = residual_of<T>(to, tokens, group, first_token + (first + i) * kTokenGroup);
+      addends[i] = addends_of<T, Beside>(to, tokens, group, first_token + (first + i) * kTokenGroup);
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
-      write<T, Operand, Tile>(to, tokens, group, first_token + (first + i) * kTokenGroup, sums(first + i),
-                              factors, residuals[i]);
+      after(first + i, write<T, Operand, Tile, Beside>(to, tokens, group, first_token + (first + i) * kTokenGroup,
+                                                       sums(first + i), factors, addends[i]));
     }
   }
 }

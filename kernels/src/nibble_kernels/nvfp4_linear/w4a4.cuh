@@ -157,7 +157,8 @@ struct Matrix {
                                         const float (&sums)[Form::kTokenGroups][4]) const {
     warpgroup::write_all<T, Products, Form::kTokenGroups>(
         p.output, p.tokens, unit.first_group + warp, unit.first_token,
-        [&](uint32_t i) { return make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]); });
+        [&](uint32_t i) { return make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]); },
+        [](uint32_t, float) {});
   }
 };
 

@@ -19,6 +19,10 @@ namespace nibble::warpgroup {
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
   const uint4* x;  // [tokens, columns] where a form orders x, else in order: warpgroup_form.h
+  // x is an RMSNorm's without its factors: sums of squares of blocks, [square_blocks, tokens of a tile], or null.
+  const float* squares;
+  uint32_t square_blocks;
+  float epsilon;
   Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
@@ -74,7 +78,19 @@ struct Multiplier {
   // Of the parts that this block adds up: all have come; all have been read.
   __device__ __forceinline__ SharedPlace parts_here() const { return barriers() + 2 * Form::kStages * 8; }
   __device__ __forceinline__ SharedPlace parts_read() const { return parts_here() + 8; }
-  __device__ __forceinline__ SharedPlace parts() const { return barriers() + Form::kBarrierBytes; }
+  // Of norms: factors for each token; every warp's sums of squares.
+  __device__ __forceinline__ SharedPlace factors_here() const { return parts_read() + 8; }
+  __device__ __forceinline__ SharedPlace squares_here() const { return factors_here() + 8; }
+  // Of a token: its factor of the norm before the product, or a warp's sum of squares for the norm after it.
+  __device__ __forceinline__ SharedPlace factor(uint32_t token) const {
+    return barriers() + Form::kBarrierBytes + token * 4;
+  }
+  __device__ __forceinline__ SharedPlace squares_of(uint32_t of_warp, uint32_t token) const {
+    return barriers() + Form::kBarrierBytes + (of_warp * Form::kTokens + token) * 4;
+  }
+  __device__ __forceinline__ SharedPlace parts() const {
+    return barriers() + Form::kBarrierBytes + Form::kNormFloats * 4;
+  }
 
   __device__ __forceinline__ void start() const {
     if (threadIdx.x == 0) {
@@ -86,6 +102,8 @@ struct Multiplier {
       }
       instruction::init_barrier(parts_here(), 1);
       instruction::init_barrier(parts_read(), p.ranks * Form::kConsumerWarps);
+      instruction::init_barrier(factors_here(), kWarps);
+      instruction::init_barrier(squares_here(), Form::kConsumerWarps);
       instruction::publish_barriers();
     }
     __syncthreads();
@@ -257,10 +275,85 @@ struct Multiplier {
   __device__ __forceinline__ void finish(uint32_t unit, const Sums (&sums)[Form::kStrips]) const {
 #pragma unroll
     for (uint32_t s = 0; s < Form::kStrips; ++s) {
-      write_all<T, Operand, Form::kTokenGroups, Form::kTokens>(
+      write_all<T, Operand, Form::kTokenGroups, Form::kTokens, Form::kNorm>(
           p.output, p.tokens, group_of(unit, s, warp), first_token_of(unit),
-          [&](uint32_t i) { return float4_of(sums[s], i); });
+          [&](uint32_t i) { return normed(float4_of(sums[s], i), i); },
+          [&](uint32_t i, float squares) { add_squares(i, squares); });
     }
+  }
+
+  static constexpr bool kNormIsBefore = Form::kNorm == Norm::before, kNormIsAfter = Form::kNorm == Norm::after;
+  __device__ __forceinline__ float shared_float(SharedPlace place) const {
+    return __uint_as_float(instruction::load_shared_word(place));
+  }
+
+  // Each token's factor of the norm in front, by a warpgroup, while others multiply. A lane asks for four tokens'
+  // sums of some blocks at once: they come after whatever the block asked for before.
+  __device__ __forceinline__ void find_factors() const {
+    constexpr uint32_t kFours = Form::kTokens / 4, kParts = kWarps * kLanes / kFours;
+    const uint32_t thread = threadIdx.x - Form::kConsumerWarps * kLanes, fours = thread % kFours;
+    instruction::wait_for_previous_kernel();
+    const float4* const squares = reinterpret_cast<const float4*>(p.squares) + fours;
+    float4 sum = {};
+#pragma unroll 16
+    for (uint32_t block = thread / kFours; block < p.square_blocks; block += kParts) {
+      const float4 more = __ldcg(squares + block * kFours);
+      sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+    }
+#pragma unroll
+    for (uint32_t mask = kFours; mask < kLanes; mask *= 2) {
+      sum.x += __shfl_xor_sync(~0u, sum.x, mask);
+      sum.y += __shfl_xor_sync(~0u, sum.y, mask);
+      sum.z += __shfl_xor_sync(~0u, sum.z, mask);
+      sum.w += __shfl_xor_sync(~0u, sum.w, mask);
+    }
+    const auto part = [&](uint32_t i, uint32_t token) { return factor(Form::kTokens * (1 + i) + token); };
+    if (lane < kFours)
+      instruction::store_shared(part(warp - Form::kConsumerWarps, 4 * fours),
+                                make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y),
+                                           __float_as_uint(sum.z), __float_as_uint(sum.w)));
+    instruction::meet_warpgroup(Form::kConsumerWarps / kWarps);
+    if (thread < Form::kTokens) {
+      float total = 0.0f;
+#pragma unroll
+      for (uint32_t i = 0; i < kWarps; ++i) total += shared_float(part(i, thread));
+      const float mean = total / static_cast<float>(p.columns);
+      instruction::store_shared_word(factor(thread), __float_as_uint(rsqrtf(mean + p.epsilon)));
+    }
+    __syncwarp();
+    if (lane == 0) instruction::arrive(factors_here());
+  }
+  // Sums of a group of 8 tokens: a lane has tokens 2 c and 2 c + 1.
+  __device__ __forceinline__ float4 normed(const float4& sums, uint32_t token_group) const {
+    if constexpr (!kNormIsBefore) return sums;
+    instruction::wait_for_phase(factors_here(), 0);
+    const uint32_t token = token_group * kTokenGroup + lane % 4 * 2;
+    const float a = shared_float(factor(token)), b = shared_float(factor(token + 1));
+    return make_float4(sums.x * a, sums.y * b, sums.z * a, sums.w * b);
+  }
+
+  // Of the norm after the product: what `write` returned for a group of tokens. A warp adds up its own.
+  __device__ __forceinline__ void start_squares() const {
+    for (uint32_t token = lane; token < Form::kTokens; token += kLanes)
+      instruction::store_shared_word(squares_of(warp, token), 0);
+    __syncwarp();
+  }
+  __device__ __forceinline__ void add_squares(uint32_t token_group, float squares) const {
+    if constexpr (!kNormIsAfter) return;
+    squares += __shfl_xor_sync(~0u, squares, 1);
+    squares += __shfl_xor_sync(~0u, squares, 2);
+    const SharedPlace sum = squares_of(warp, token_group * kTokenGroup + lane / 4);
+    if (lane % 4 == 0) instruction::store_shared_word(sum, __float_as_uint(shared_float(sum) + squares));
+  }
+  __device__ __forceinline__ void finish_squares() const {
+    __syncwarp();
+    if (lane == 0) instruction::arrive(squares_here());
+    if (threadIdx.x >= p.output.norm.tile) return;
+    instruction::wait_for_phase(squares_here(), 0);
+    float sum = 0.0f;
+    for (uint32_t other = 0; other < Form::kConsumerWarps; ++other)
+      sum += shared_float(squares_of(other, threadIdx.x));
+    p.output.norm.squares[blockIdx.x * p.output.norm.tile + threadIdx.x] = sum;
   }
 
   // Equal ranges. Who begins a unit adds the parts of those that go on with it, in their order. They had the
@@ -332,18 +425,21 @@ struct Multiplier {
     // Two ranks have the most slots each. What else the output needs is loaded while sums come.
     constexpr uint32_t kMost = quotient_up(Form::kSlots, 2 * Form::kConsumerWarps);
     const auto slot_at = [&](uint32_t i) { return (warp + i * Form::kConsumerWarps) * p.ranks + rank; };
-    const auto token_of = [&](uint32_t slot) {
-      return first_token_of(unit) + slot / Form::kConsumerWarps % Form::kTokenGroups * kTokenGroup;
+    const auto token_group_of = [&](uint32_t slot) {
+      return slot / Form::kConsumerWarps % Form::kTokenGroups;
+    };
+    const auto first_token_at = [&](uint32_t slot) {
+      return first_token_of(unit) + token_group_of(slot) * kTokenGroup;
     };
     const auto group_at = [&](uint32_t slot) {
       return group_of(unit, slot / (Form::kConsumerWarps * Form::kTokenGroups), slot % Form::kConsumerWarps);
     };
-    uint2 residuals[kMost];
+    Addends addends[kMost];
 #pragma unroll
     for (uint32_t i = 0; i < kMost; ++i) {
       const uint32_t slot = slot_at(i);
       if (slot < Form::kSlots)
-        residuals[i] = residual_of<T>(p.output, p.tokens, group_at(slot), token_of(slot));
+        addends[i] = addends_of<T, Form::kNorm>(p.output, p.tokens, group_at(slot), first_token_at(slot));
     }
     instruction::wait_for_phase<true>(parts_here(), turn % 2);
 #pragma unroll
@@ -355,8 +451,10 @@ struct Multiplier {
         const float4 more = instruction::load_shared_floats(part(place, other));
         sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
       }
-      write<T, Operand, Form::kTokens>(p.output, p.tokens, group_at(slot), token_of(slot), sum,
-                                       factors_of<T>(p.output, group_at(slot)), residuals[i]);
+      const float squares = write<T, Operand, Form::kTokens, Form::kNorm>(
+          p.output, p.tokens, group_at(slot), first_token_at(slot), normed(sum, token_group_of(slot)),
+          factors_of<T>(p.output, group_at(slot)), addends[i]);
+      add_squares(token_group_of(slot), squares);
     }
     if (is_last) return;
     __syncwarp();
@@ -369,6 +467,7 @@ struct Multiplier {
   __device__ __forceinline__ void consume() const {
     Operands a = {};
     Place at = first();
+    if constexpr (kNormIsAfter) start_squares();
     for (uint32_t turn = 0; at.left != 0; ++turn) {
       Sums sums[Form::kStrips] = {};
       const uint32_t unit = at.unit, first_chunk = at.chunk;
@@ -396,6 +495,7 @@ struct Multiplier {
         finish(unit, sums);
       }
     }
+    if constexpr (kNormIsAfter) finish_squares();
   }
   __device__ __forceinline__ void free_stage(uint32_t i) const {
     if (lane == 0) instruction::arrive(empty(i));
@@ -414,7 +514,10 @@ struct Multiplier {
     if constexpr (Form::kOrdersX) {
       fetch_and_order();
     } else {
-      if (threadIdx.x == Form::kConsumerWarps * kLanes) fetch();
+      if (threadIdx.x == Form::kFetchWarp * kLanes) fetch();
+      if constexpr (kNormIsBefore) {
+        if (warp < Form::kFetchWarp) find_factors();
+      }
     }
     __syncwarp();
     if constexpr (Form::kSplits) instruction::end_cluster_barrier();

@@ -20,9 +20,10 @@ constexpr uint32_t tile_of(uint32_t tokens, Input input) {
 // kStageCost: microseconds that a block takes for a chunk of a unit, on an H200.
 template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, bool OrdersX = false>
 struct Forms {
-  using Units = Form<Tokens, Warpgroups, Strips, Stages, Sharing::units, OrdersX>;
-  using Clusters = Form<Tokens, Warpgroups, Strips, Stages, Sharing::clusters, OrdersX>;
-  using Ranges = Form<Tokens, Warpgroups, Strips, Stages, Sharing::ranges, false>;
+  template <Sharing Shares, Norm Beside = Norm::none>
+  using Of = Form<Tokens, Warpgroups, Strips, Stages, Shares, OrdersX && Shares != Sharing::ranges, Beside>;
+  using Units = Of<Sharing::units>;
+  using Clusters = Of<Sharing::clusters>;
   static constexpr uint32_t kTokens = Tokens, kRows = Units::kGroups * 16;
   static constexpr bool kHasClusters = Clusters::fits();
   static_assert(kHasClusters || kTokens == 128);

@@ -14,6 +14,8 @@ constexpr uint32_t kCodeBytes = 1024, kScaleBytes = 128, kTileBytes = kCodeBytes
 constexpr uint32_t kMostRanks = 8;             // blocks of a cluster, on every device
 constexpr uint32_t kSharedBytes = 227 * 1024;  // of a thread block, on SM90
 
+constexpr uint32_t kMostNormTokens = 64;       // of a product with an RMSNorm before or after it
+
 constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // x in order: [tiles of tokens, chunks, kChunkPieces, tokens of a tile] pieces of 16 bytes. Piece 4 p + i of a
@@ -32,9 +34,14 @@ constexpr size_t pair_place(uint32_t token, uint32_t column, uint32_t tile, uint
 // columns; or all chunks of all units are divided into equal ranges, one for each block.
 enum class Sharing { units, clusters, ranges };
 
+// An RMSNorm beside a product, without a kernel of its own: before it, where x comes without the norm's factors;
+// or after it, where the product writes a sum with its residual, that times the norm's weight, and sums of squares.
+enum class Norm { none, before, after };
+
 // Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. OrdersX: warps of the block bring
 // x into order; else it comes in order.
-template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares, bool OrdersX>
+template <uint32_t Tokens, uint32_t Warpgroups, uint32_t Strips, uint32_t Stages, Sharing Shares, bool OrdersX,
+          Norm Beside = Norm::none>
 struct Form {
   static constexpr uint32_t kTokens = Tokens, kStrips = Strips, kStages = Stages;
   static constexpr bool kRanges = Shares == Sharing::ranges, kSplits = Shares == Sharing::clusters;
@@ -47,16 +54,24 @@ struct Form {
   // Many sums need more registers than 384 threads have each: the fetching warpgroup gives some away.
   static constexpr bool kMovesRegisters =
       Warpgroups <= 2 && (Tokens * Strips > 128 || (Tokens == 128 && kRanges));
+  // With a norm before it a warpgroup finds the factors. With one after it each warp has its sums of squares.
+  static constexpr Norm kNorm = Beside;
+  static_assert(kNorm == Norm::none || Tokens <= kMostNormTokens);
+  static constexpr uint32_t kNormWarps = kNorm == Norm::before ? kWarps : 0;
+  static_assert(kNormWarps == 0 || (!kOrdersX && !kMovesRegisters));
+  static constexpr uint32_t kFetchWarp = kConsumerWarps + kNormWarps;  // of which the first thread fetches
   static constexpr uint32_t kThreads =
-      (kConsumerWarps + (kMovesRegisters ? kWarps : kOrdersX ? kXWarps : 1)) * kLanes;
+      (kFetchWarp + (kMovesRegisters ? kWarps : kOrdersX ? kXWarps : 1)) * kLanes;
   static constexpr uint32_t kXBytes = Tokens * kChunk * 2;
   static constexpr uint32_t kWeightBytes = kGroups * kTileBytes, kStageBytes = kWeightBytes + kXBytes;
   static constexpr uint32_t kSums = Tokens / 2;                              // of a thread and strip
   static constexpr uint32_t kSlots = Strips * kTokenGroups * kConsumerWarps;  // of 32 float4
   static constexpr uint32_t kSlotBytes = kLanes * 16;
-  static constexpr uint32_t kBarrierBytes = (2 * Stages + 2) * 8;
+  static constexpr uint32_t kBarrierBytes = (2 * Stages + 4) * 8;
+  static constexpr uint32_t kNormFloats =
+      kNorm == Norm::none ? 0 : (kNorm == Norm::before ? 1 + kWarps : kConsumerWarps) * Tokens;
   static constexpr uint32_t shared_bytes(uint32_t ranks) {
-    return kStages * kStageBytes + kBarrierBytes +
+    return kStages * kStageBytes + kBarrierBytes + kNormFloats * 4 +
            (ranks > 1 ? quotient_up(kSlots, ranks) * ranks * kSlotBytes : 0);
   }
   // Clusters of every size.
