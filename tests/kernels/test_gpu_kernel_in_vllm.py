@@ -99,7 +99,8 @@ def test_the_canary_compares_a_chained_layer_whose_parts_can_be_hooked(
     installed: Path, tmp_path: Path
 ) -> None:
     """The operators of a norm and its products beside the products one by one, in the model's
-    dtype; a wrong one is found. With hooks the parts are called, and the layer answers the same.
+    dtype; a wrong one is found. With hooks the parts are called, and the layer answers the same. A
+    layer whose results are seen does not compute the next one's queries, keys and values.
     """
     folder = write_checkpoint(tmp_path / "model", SHAPE, "modelopt")
     options = OPTIONS | OUR_OPTIONS | {"enforce_eager": True}
@@ -115,11 +116,14 @@ def test_the_canary_compares_a_chained_layer_whose_parts_can_be_hooked(
     found = json.loads(line.removeprefix("RESULT "))
     assert found["layers"] == ["model.layers.0"]  # the others have the same sizes
     assert found["right"] and not any(found["right"])
-    assert [bool(problem) for problem in found["wrong"]] == [True, False] * 5
+    assert [bool(problem) for problem in found["wrong"]] == [True, False, False, False] * 5
+    assert [bool(problem) for problem in found["wrong_next"]] == [False, False, True, False] * 5
     assert found["dtypes"] == ["torch.bfloat16"]
     parts = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
     assert found["called"] == parts
     assert found["difference"] < 2.0**-7 and found["again"]
+    hooked = dict.fromkeys(("its", "the next one's", "a part's", "a drafter"), False)
+    assert found["leads_on"] == {"without hooks": True} | hooked
 
 
 def test_a_shape_that_is_left_to_vllm_has_another_kernel_and_answers_as_before(

@@ -1,5 +1,6 @@
-"""nvfp4_norm_linear and nvfp4_norm_mlp beside the norm and the products one by one. On the CPU they
-are their specification; on SM90 the norm writes what the products multiply in their order.
+"""nvfp4_norm_linear, nvfp4_norm_mlp and nvfp4_between_attentions beside the norms and the products
+one by one. On the CPU they are their specification; on SM90 the norm writes what the products
+multiply in their order, or has no kernel.
 """
 
 from __future__ import annotations
@@ -80,33 +81,110 @@ def test_both_give_what_norm_and_products_give_one_by_one(
             close(nvfp4_norm_mlp(some, norm, gate_up, down), expected)
 
 
+class Layer:
+    """What follows a layer's attention, whose result has `width` columns."""
+
+    def __init__(
+        self, device: str, sizes: tuple[int, int, int], dtype: torch.dtype, *, rich: bool
+    ) -> None:
+        from nibble_kernels.nvfp4_linear.norm_linear import Norm
+
+        self.width, hidden, between = sizes
+        self.hidden = hidden
+
+        def norm() -> Any:
+            return Norm((torch.rand(hidden) + 0.5).to(dtype).to(device), EPSILON)
+
+        shapes = ((hidden, self.width), (2 * between, hidden), (hidden, between))
+        self.o, self.gate_up, self.down = (layer(device, *one, dtype, rich=rich) for one in shapes)
+        self.qkv = layer(device, hidden + 264, hidden, dtype, rich=rich)
+        self.norm, self.next_norm = norm(), norm()
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.o, self.norm, self.gate_up, self.down, self.next_norm, self.qkv
+
+    def inputs(self, rows: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+        """Attention's result and the stream."""
+        attended, stream = torch.randn(rows, self.width), torch.randn(rows, self.hidden)
+        return attended.to(dtype).to(device), stream.to(dtype).to(device)
+
+    def one_by_one(self, attended: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        from nibble_kernels.rms_norm import rms_norm
+
+        stream = product(attended, self.o, residual=stream)
+        between = product(rms_norm(stream, *self.norm), self.gate_up, silu_mul=True)
+        stream = product(between, self.down, residual=stream)
+        return stream, product(rms_norm(stream, *self.next_norm), self.qkv)
+
+
+# Columns of o, hidden and intermediate sizes.
+LAYERS = [(272, 256, 384), (512, 576, 1536), (2048, 1024, 3072), (4096, 4096, 12288)]
+
+
+@pytest.mark.parametrize("rich", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_between_attentions_gives_what_norms_and_products_give_one_by_one(
+    device: str, dtype: torch.dtype, rich: bool
+) -> None:
+    from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_between_attentions
+
+    torch.manual_seed(0)
+    for sizes in LAYERS if device == "cuda" else LAYERS[:1]:
+        one = Layer(device, sizes, dtype, rich=rich)
+        attended, stream = one.inputs(ROWS[-1], dtype, device)
+        for rows in ROWS if device == "cuda" else ROWS[:3]:
+            some = attended[:rows], stream[:rows]
+            found = nvfp4_between_attentions(*some, *one.parts)
+            for y, expected in zip(found, one.one_by_one(*some), strict=True):
+                close(y, expected)
+
+
+@pytest.mark.gpu
+def test_a_stream_with_large_and_with_no_values_has_a_norm_too(kernels: Any) -> None:
+    """As in models: some columns of a stream are a thousand times the others, or a row is zero."""
+    from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_between_attentions
+
+    torch.manual_seed(0)
+    one = Layer("cuda", LAYERS[2], torch.bfloat16, rich=False)
+    for rows in (9, 32, 64):
+        attended, stream = one.inputs(rows, torch.bfloat16, "cuda")
+        stream[:, ::200] *= 1000
+        attended[3], stream[3] = 0, 0
+        found = nvfp4_between_attentions(attended, stream, *one.parts)
+        for y, expected in zip(found, one.one_by_one(attended, stream), strict=True):
+            close(y, expected)
+            assert not y[3].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [9, 16, 24, 32, 50, 64, 100, 300])
 def test_a_hundred_repeats_have_the_same_bits_in_a_graph_too(kernels: Any, rows: int) -> None:
-    from nibble_kernels.nvfp4_linear.norm_linear import Norm, nvfp4_norm_linear, nvfp4_norm_mlp
+    from nibble_kernels.nvfp4_linear.norm_linear import (
+        nvfp4_between_attentions,
+        nvfp4_norm_linear,
+        nvfp4_norm_mlp,
+    )
 
     torch.manual_seed(0)
-    hidden, between, dtype = 1024, 3072, torch.bfloat16
-    norm = Norm((torch.rand(hidden) + 0.5).to(dtype).cuda(), EPSILON)
-    qkv, gate_up, down = (
-        layer("cuda", *shape, dtype, rich=False)
-        for shape in ((2048, hidden), (2 * between, hidden), (hidden, between))
-    )
-    x = torch.randn(rows, hidden).to(dtype).cuda()
+    one = Layer("cuda", LAYERS[2], torch.bfloat16, rich=False)
+    attended, x = one.inputs(rows, torch.bfloat16, "cuda")
 
-    def both() -> tuple[Tensor, Tensor]:
-        return nvfp4_norm_linear(x, norm, qkv), nvfp4_norm_mlp(x, norm, gate_up, down)
+    def all_of_them() -> tuple[Tensor, ...]:
+        mlp = nvfp4_norm_mlp(x, one.norm, one.gate_up, one.down)
+        between = nvfp4_between_attentions(attended, x, *one.parts)
+        return nvfp4_norm_linear(x, one.norm, one.qkv), mlp, *between
 
-    first = [one.clone() for one in both()]
+    first = [y.clone() for y in all_of_them()]
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        both()
+        all_of_them()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = both()
+        captured = all_of_them()
     for _ in range(100):
-        assert_same_bits(tuple(both()), tuple(first))
+        assert_same_bits(all_of_them(), tuple(first))
         graph.replay()
         torch.cuda.synchronize()
         assert_same_bits(captured, tuple(first))
@@ -114,18 +192,19 @@ def test_a_hundred_repeats_have_the_same_bits_in_a_graph_too(kernels: Any, rows:
 
 @pytest.mark.gpu
 def test_a_row_does_not_depend_on_the_others_of_its_bucket(kernels: Any) -> None:
-    from nibble_kernels.nvfp4_linear.norm_linear import Norm, nvfp4_norm_mlp
+    from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_between_attentions, nvfp4_norm_mlp
 
     torch.manual_seed(0)
-    hidden, between, dtype = 1024, 3072, torch.bfloat16
-    norm = Norm((torch.rand(hidden) + 0.5).to(dtype).cuda(), EPSILON)
-    gate_up = layer("cuda", 2 * between, hidden, dtype, rich=False)
-    down = layer("cuda", hidden, between, dtype, rich=False)
-    x = torch.randn(128, hidden).to(dtype).cuda()
-    for least, most in ((9, 16), (17, 32), (33, 64), (65, 128)):
-        everything = nvfp4_norm_mlp(x[:most], norm, gate_up, down)
-        some = nvfp4_norm_mlp(x[:least], norm, gate_up, down)
-        assert_same_bits((some,), (everything[:least],), (least, most))
+    one = Layer("cuda", LAYERS[2], torch.bfloat16, rich=False)
+    attended, x = one.inputs(128, torch.bfloat16, "cuda")
+
+    def both(rows: int) -> tuple[Tensor, ...]:
+        between = nvfp4_between_attentions(attended[:rows], x[:rows], *one.parts)
+        return nvfp4_norm_mlp(x[:rows], one.norm, one.gate_up, one.down), *between
+
+    for least, most in ((1, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128)):
+        everything = tuple(y[:least] for y in both(most))
+        assert_same_bits(both(least), everything, (least, most))
 
 
 def test_batch_invariance_takes_the_same_kernel_for_every_number_of_rows(device: str) -> None:
@@ -156,3 +235,10 @@ def test_the_operators_are_registered_soundly(device: str) -> None:
     native = gate_up.weight.native
     arguments = (x, norm, EPSILON, native, *parts[0], *parts[1], False)
     torch.library.opcheck(ops.nvfp4_norm_mlp.default, arguments)
+    one = Layer(device, LAYERS[0], dtype, rich=True)
+    parts = [(*w[:3], *rest) for w, *rest in (one.o, one.gate_up, one.down, one.qkv)]
+    between = (*parts[0], *one.norm, *parts[1], *parts[2], *one.next_norm, *parts[3])
+    inputs = one.inputs(12, dtype, device)
+    torch.library.opcheck(
+        ops.nvfp4_between_attentions.default, (*inputs, native, *between, False)
+    )

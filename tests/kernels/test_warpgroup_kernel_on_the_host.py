@@ -73,6 +73,26 @@ ORDERED = [  # whole chunks of the next product's columns
     (SOME, CLUSTERS, 70, 512, 400, 1, 3),
     (WIDE, UNITS, 130, 512, 272, 1, 1),
 ]
+# Up to 64 tokens; then those whose x is in order.
+AFTER_NORM = [
+    (SIXTEEN, UNITS, 9, 392, 1280, 1, 1),
+    (SIXTEEN, CLUSTERS, 16, 400, 1280, 1, 2),
+    (SIXTEEN_WIDE, RANGES, 16, 600, 640, 4, 1),
+    (FEW_THREE, CLUSTERS, 29, 392, 1280, 1, 3),
+    (FEW_WIDE, UNITS, 17, 264, 896, 2, 1),
+    (SOME, CLUSTERS, 64, 600, 640, 1, 3),
+    (SOME, RANGES, 50, 272, 384, 3, 1),
+]
+BEFORE_NORM = [  # whole chunks of the next product's columns
+    (FEW, UNITS, 12, 512, 272, 1, 1),
+    (FEW, CLUSTERS, 31, 512, 528, 2, 2),
+    (SIXTEEN, CLUSTERS, 16, 512, 528, 1, 2),
+    (SIXTEEN_WIDE, RANGES, 9, 512, 656, 4, 1),
+    (FEW_THREE, UNITS, 29, 768, 272, 2, 1),
+    (SOME, CLUSTERS, 64, 512, 400, 1, 3),
+    (SOME, RANGES, 40, 384, 400, 3, 1),
+]
+EPSILON = 1e-3
 Multiply = Callable[..., Tensor]
 
 pytestmark = [
@@ -101,8 +121,12 @@ def multiply(library: ctypes.CDLL, kernels: object) -> Multiply:
         residual: Tensor | None = None,
         silu_mul: bool = False,
         out: Tensor | None = None,
+        norm_after: tuple[Tensor, Tensor, Tensor, int] | None = None,
+        squares_before: Tensor | None = None,
     ) -> Tensor:
-        """out: for a result in order."""
+        """out: for a result in order. norm_after: its weight, what it scales in order, sums of
+        squares of blocks, and tokens of a tile.
+        """
         form, sharing, _, rows, columns, clusters, ranks = case
         prepared = prepare_weight(*weight, native=x.dtype == torch.float16)
         ordered = out is not None
@@ -115,6 +139,11 @@ def multiply(library: ctypes.CDLL, kernels: object) -> Multiply:
         arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, clusters, ranks]
         is_bfloat = x.dtype == torch.bfloat16
         arguments += [silu_mul, ordered]
+        *tensors, tile = norm_after or (None, None, None, 0)
+        arguments += [ctypes.c_void_p(None if one is None else one.data_ptr()) for one in tensors]
+        before = squares_before
+        arguments += [tile, ctypes.c_void_p(None if before is None else before.data_ptr())]
+        arguments += [0 if before is None else len(before), ctypes.c_float(EPSILON)]
         library.multiply_warpgroup_on_the_host(late, is_bfloat, form, sharing, *arguments)
         return out
 
@@ -198,6 +227,65 @@ def test_an_ordered_result_has_the_values_of_rows_in_their_places(
     ordered = multiply(case, x, weight, silu_mul=silu_mul, out=untouched.clone())
     untouched[:tokens] = in_rows
     assert_same_bits((ordered.flatten(),), (in_order(untouched, tile).flatten(),))
+
+
+def next_tile(tokens: int) -> int:
+    return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("case", BEFORE_NORM, ids=str)
+def test_a_product_before_a_norm_leaves_scaled_values_and_sums_of_squares(
+    multiply: Multiply, case: tuple[int, ...], late: bool
+) -> None:
+    _, _, tokens, rows, columns, clusters, ranks = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    residual, norm_weight = torch.randn(tokens, rows).bfloat16(), torch.randn(rows).bfloat16()
+    expected = multiply(case, x, weight, residual=residual)
+    tile = next_tile(tokens)
+    scaled = torch.full((tile, rows), 7.0).bfloat16()
+    squares = torch.full((clusters * ranks, tile), torch.nan)
+    norm = (norm_weight, scaled, squares, tile)
+    y = multiply(case, x, weight, residual=residual, norm_after=norm, late=late)
+    assert_same_bits((y,), (expected,))
+    in_rows = torch.full((tile, rows), 7.0).bfloat16()
+    in_rows[:tokens] = y * norm_weight
+    assert_same_bits((scaled.flatten(),), (in_order(in_rows, tile).flatten(),))
+    sums, exact = squares.double().sum(0)[:tokens], y.double().square().sum(-1)
+    assert ((sums - exact).abs() <= exact * 2.0**-20).all()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("case", AFTER_NORM, ids=str)
+def test_a_product_after_a_norm_gets_the_factors_before_the_only_rounding(
+    multiply: Multiply, case: tuple[int, ...], late: bool
+) -> None:
+    """Of any number of blocks' sums of squares; tokens past the last have none."""
+    _, _, tokens, rows, columns, _, _ = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    bias = torch.randn(rows).bfloat16()
+    for blocks in (1, 5, 132):
+        squares = torch.rand(blocks, next_tile(tokens)) * columns
+        squares[:, tokens:] = torch.nan
+        y = multiply(case, x, weight, bias=bias, squares_before=squares, late=late)
+        mean = squares[:, :tokens].double().sum(0) / columns
+        factors = (mean + EPSILON).rsqrt()
+        exact = GLOBAL_SCALE * x.double() @ values_of(*weight).T * factors[:, None] + bias.double()
+        size = GLOBAL_SCALE * (x.double().abs() @ values_of(*weight).abs().T) * factors[:, None]
+        bound = exact.abs() * 2.0**-8 + size * 2.0**-18
+        assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("case", AFTER_NORM[1:5], ids=str)
+def test_silu_mul_comes_after_a_norms_factors(multiply: Multiply, case: tuple[int, ...]) -> None:
+    _, _, tokens, rows, columns, _, _ = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    squares = torch.rand(7, next_tile(tokens)) * columns
+    y = multiply(case, x, weight, silu_mul=True, squares_before=squares).double()
+    factors = (squares[:, :tokens].double().sum(0) / columns + EPSILON).rsqrt()[:, None]
+    gate, up = (GLOBAL_SCALE * x.double() @ values_of(*weight).T * factors).chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up
+    assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
 
 
 def divided(

@@ -4,7 +4,8 @@ nibble's products let their successor begin early, and fetch their own weights b
 their predecessor. vLLM's norm between two of them, compiled by inductor, does neither. So the sum
 with the residual moves into the product before the norm, and nibble::rms_norm takes the norm's
 place. Where the products after a norm are nibble's too, one operator computes them with the norm:
-from 9 rows on, on SM90, the norm writes in the order in which the product reads.
+from 9 rows on, on SM90, the norm writes in the order in which the product reads, or needs no
+kernel. So a layer computes the next one's queries, keys and values.
 
 Names of modules stay: checks of a start find and hook them. While parts of a layer have hooks, they
 are called one by one.
@@ -12,11 +13,16 @@ are called one by one.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from nibble_kernels.nvfp4_linear import norm_linear
-from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_norm_linear, nvfp4_norm_mlp
+from nibble_kernels.nvfp4_linear.norm_linear import (
+    nvfp4_between_attentions,
+    nvfp4_norm_linear,
+    nvfp4_norm_mlp,
+)
 from nibble_kernels.rms_norm import MAX_COLUMNS, add_rms_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -79,6 +85,8 @@ def chain_layers(model: nn.Module) -> None:
         if _is_plain(known.norm) and all(map(_is_known, known.layers)):
             for place, one in enumerate(known.layers):
                 known.layers[place] = ChainedLayer(one)
+            for one, following in pairwise(known.layers):
+                one.lead_to(following, known)
             known.norm = LastNorm(known.norm)
         else:
             logger.info_once("norms and residual sums are computed by vLLM's layers")
@@ -105,7 +113,9 @@ def _is_plain(norm: Any) -> bool:
 
 
 class ChainedLayer(nn.Module):
-    """A decoder layer that returns the sum of its output and the residual, and no residual."""
+    """A decoder layer that returns the sum of its output and the residual, and instead of a
+    residual queries, keys and values of the next layer, or None.
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -124,6 +134,14 @@ class ChainedLayer(nn.Module):
             and _after_norm(gate_up) is not None
             and _after_norm(self.mlp.down_proj) is not None
         )
+        # Not submodules: they have their names elsewhere.
+        self.following: tuple[ChainedLayer, ...] = ()
+        self.model: tuple[Any, ...] = ()
+
+    def lead_to(self, following: ChainedLayer, model: Any) -> None:
+        """Compute queries, keys and values of the layer after this one, in this model."""
+        if self.fuses_mlp and following.fuses_qkv:
+            self.following, self.model = (following,), (model,)
 
     def forward(
         self,
@@ -131,20 +149,45 @@ class ChainedLayer(nn.Module):
         hidden_states: Tensor,
         residual: Tensor | None = None,
         t_cond: None = None,  # Mistral's; layers with such a condition are not chained
-    ) -> tuple[Tensor, None]:
-        """hidden_states [tokens, hidden size], plus a residual if another layer comes before."""
-        stream = hidden_states if residual is None else hidden_states + residual
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [tokens, hidden size]. residual: what the layer before returned."""
+        stream, attention = hidden_states, self.self_attn
         fuses = torch.compiler.is_compiling() or not self._is_watched()
-        attention = self.self_attn
         if self.fuses_qkv and attention.qkv_proj.is_deferred != fuses:
             attention.qkv_proj.is_deferred = fuses
-        normed = self.normed_qkv if fuses and self.fuses_qkv else self.input_layernorm
-        attended = attention(positions=positions, hidden_states=normed(stream))
+        if residual is not None:
+            before_attention = residual
+        elif fuses and self.fuses_qkv:
+            before_attention = self.normed_qkv(stream)
+        else:
+            before_attention = self.input_layernorm(stream)
+        attended = attention(positions=positions, hidden_states=before_attention)
+        if fuses and self._leads_on():
+            return self.up_to_next_attention(stream, attended)
         stream = attention.o_proj.added_to(stream, attended)
         if fuses and self.fuses_mlp:
             return self.with_mlp(stream), None
         between = self.mlp(self.post_attention_layernorm(stream))
         return self.mlp.down_proj.added_to(stream, between), None
+
+    def up_to_next_attention(self, stream: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream after this layer, and the next one's queries, keys and values."""
+        following = self.following[0]
+        gate_up, down = _after_norm(self.mlp.gate_up_proj), _after_norm(self.mlp.down_proj)
+        o, qkv = _after_norm(self.self_attn.o_proj), _after_norm(following.self_attn.qkv_proj)
+        assert o is not None and gate_up is not None and down is not None and qkv is not None
+        norm, next_norm = self.post_attention_layernorm, following.input_layernorm
+        return nvfp4_between_attentions(
+            attended,
+            stream,
+            o,
+            norm.of_kernel,
+            gate_up,
+            down,
+            next_norm.of_kernel,
+            qkv,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
 
     def normed_qkv(self, stream: Tensor) -> Tensor:
         """Queries, keys and values of the normed stream."""
@@ -160,12 +203,27 @@ class ChainedLayer(nn.Module):
         norm, invariant = self.post_attention_layernorm.of_kernel, envs.VLLM_BATCH_INVARIANT
         return nvfp4_norm_mlp(stream, norm, gate_up, down, batch_invariant=invariant)
 
+    def _leads_on(self) -> bool:
+        """Whether the next layer gets queries, keys and values from this one. Not where something
+        is to see what layers take and return: hooks, or a model whose drafter takes their sums
+        (EagleModelMixin).
+        """
+        if not self.following or self.model[0].aux_hidden_state_layers:
+            return False
+        following = self.following[0]
+        is_seen = _has_hooks(self) or _has_hooks(following) or following._is_watched()
+        return torch.compiler.is_compiling() or not is_seen
+
     def _is_watched(self) -> bool:
-        """Whether something is to see the calls of parts that are not called."""
+        """Whether something is to see the calls of parts that are not called if layers fuse."""
         names = ("self_attn.qkv_proj", "mlp", "mlp.gate_up_proj", "mlp.down_proj")
         parts = [self.input_layernorm, self.post_attention_layernorm]
         parts += [self.get_submodule(name) for name in names]
-        return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        return any(map(_has_hooks, parts))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _after_norm(part: Any) -> norm_linear.LinearLayer | None:

@@ -83,18 +83,37 @@ void run(Problem p, const uint4* given_x, const uint32_t* codes, const uint32_t*
   }
 }
 
-template <class T, class Operand, class Forms>
-void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32_t* codes,
-                 const uint32_t* scales, uint32_t clusters) {
+template <class T, class Operand, class Forms, Norm Beside>
+void run_beside(Sharing sharing, const Problem& p, const uint4* x, const uint32_t* codes, const uint32_t* scales,
+                uint32_t clusters) {
+  const auto run_as = [&]<class Form>() { run<T, Operand, Form>(p, x, codes, scales, clusters); };
   if (sharing == Sharing::units)
-    return run<T, Operand, typename Forms::Units>(p, x, codes, scales, clusters);
-  if (sharing == Sharing::ranges) return run<T, Operand, typename Forms::Ranges>(p, x, codes, scales, clusters);
+    return run_as.template operator()<typename Forms::template Of<Sharing::units, Beside>>();
+  if (sharing == Sharing::ranges)
+    return run_as.template operator()<typename Forms::template Of<Sharing::ranges, Beside>>();
   if constexpr (Forms::kHasClusters) {
     if (sharing == Sharing::clusters)
-      return run<T, Operand, typename Forms::Clusters>(p, x, codes, scales, clusters);
+      return run_as.template operator()<typename Forms::template Of<Sharing::clusters, Beside>>();
   }
   std::fprintf(stderr, "this form has no such sharing\n");
   std::abort();
+}
+
+template <class T, class Operand, class Forms>
+void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32_t* codes,
+                 const uint32_t* scales, uint32_t clusters) {
+  if constexpr (Forms::kTokens <= kMostNormTokens) {
+    if (p.output.norm.scaled)
+      return run_beside<T, Operand, Forms, Norm::after>(sharing, p, x, codes, scales, clusters);
+    if constexpr (!Forms::Units::kOrdersX) {
+      if (p.squares) return run_beside<T, Operand, Forms, Norm::before>(sharing, p, x, codes, scales, clusters);
+    }
+  }
+  if (p.squares || p.output.norm.scaled) {
+    std::fprintf(stderr, "this form has no norm beside it\n");
+    std::abort();
+  }
+  run_beside<T, Operand, Forms, Norm::none>(sharing, p, x, codes, scales, clusters);
 }
 
 // f(a form of warpgroup_division.h)
@@ -113,10 +132,17 @@ extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t 
                                                const void* column_scale, const void* bias,
                                                const void* residual, void* out, float global_scale,
                                                uint32_t tokens, uint32_t outputs, uint32_t columns,
-                                               uint32_t clusters, uint32_t ranks, bool silu_mul, bool ordered) {
+                                               uint32_t clusters, uint32_t ranks, bool silu_mul, bool ordered,
+                                               const void* norm_weight, void* scaled, void* squares_after,
+                                               uint32_t tile, const void* squares_before, uint32_t square_blocks,
+                                               float epsilon) {
   emulated_is_late = late;
   Problem p{};
-  p.output = {static_cast<const float*>(column_scale), bias, residual, out, global_scale, outputs, silu_mul, ordered};
+  p.output = {static_cast<const float*>(column_scale), bias, residual, out, global_scale, outputs, silu_mul, ordered,
+              {norm_weight, scaled, static_cast<float*>(squares_after), tile}};
+  p.squares = static_cast<const float*>(squares_before);
+  p.square_blocks = square_blocks;
+  p.epsilon = epsilon;
   p.tokens = tokens;
   p.columns = columns;
   p.chunks = (columns + kChunk - 1) / kChunk;

@@ -1,9 +1,10 @@
 """`python chained_in_vllm.py FOLDER OPTIONS`: the canary's comparisons of a vLLM's chained decoder
 layers, and how a layer answers while its parts have hooks. OPTIONS are vllm.LLM's, in JSON.
 
-A line with RESULT and JSON: the names of the compared layers, their problems, those with another
-norm before the MLP, the dtypes of what was compared, and the largest difference of a layer's result
-with hooks from that without, over its size, with the parts whose hooks were called.
+A line with RESULT and JSON: the names of the compared layers, their problems, those with a wrong
+norm before attention and those with a wrong stream for the next layer, the dtypes of what was
+compared, the largest difference of a layer's result with hooks from that without, over its size,
+with the parts whose hooks were called, and when a layer computes the next one's queries.
 """
 
 from __future__ import annotations
@@ -42,10 +43,20 @@ def findings(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     layer.normed_qkv = lambda x: fused(x) * 1.05
     wrong = compared(name, layer)
     del layer.normed_qkv
+    onward = layer.up_to_next_attention
+
+    def wrong_stream(stream: torch.Tensor, attended: torch.Tensor) -> Any:
+        after, qkv = onward(stream, attended)
+        return after * 1.05, qkv
+
+    layer.up_to_next_attention = wrong_stream
+    wrong_next = compared(name, layer)
+    del layer.up_to_next_attention
     return {
         "layers": [name for name, _ in layers],
         "right": right,
         "wrong": wrong,
+        "wrong_next": wrong_next,
         "dtypes": sorted(set(seen)),
         **watched(layer),
     }
@@ -79,12 +90,24 @@ def watched(layer: Any) -> dict[str, Any]:
         with_hooks, _ = layer(None, x)
         for hook in hooks:
             hook.remove()
-        again, _ = layer(None, x)
+        again, next_qkv = layer(None, x)
+        (following,) = layer.following
+        expected = following.normed_qkv(again)
+        leads_on = {"without hooks": next_qkv is not None and torch.equal(next_qkv, expected)}
+        hooked = {"its": layer, "the next one's": following, "a part's": following.mlp}
+        for name, module in hooked.items():
+            hook = module.register_forward_pre_hook(lambda _module, _args: None)
+            leads_on[name] = layer(None, x)[1] is not None
+            hook.remove()
+        layer.model[0].aux_hidden_state_layers = (1,)
+        leads_on["a drafter"] = layer(None, x)[1] is not None
+        layer.model[0].aux_hidden_state_layers = ()
     difference = (with_hooks.float() - without.float()).norm() / without.float().norm()
     return {
         "difference": float(difference),
         "called": called,
         "again": bool(torch.equal(again, without)),
+        "leads_on": leads_on,
     }
 
 

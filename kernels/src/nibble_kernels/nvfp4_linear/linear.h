@@ -37,6 +37,20 @@ Tensor ordered_like(const Tensor& like, int64_t tokens, int64_t columns);
 // nvfp4_warpgroup_linear of an x in order. ordered_result: `out` is the x of a next product, in order.
 void multiply_ordered(const Tensor& x, int64_t tokens, const Weight& weight, const std::optional<Tensor>& residual,
                       bool silu_mul, bool ordered_result, const Tensor& out);
+
+// An RMSNorm's result without the factors of its rows: what it normalizes times its weight, in order, and sums of
+// squares of `blocks` thread blocks.
+struct Unscaled {
+  Tensor x, squares;
+  int64_t blocks;
+};
+// Of a product with a residual, up to kMostNormTokens tokens, whose result `out` [tokens, columns] an RMSNorm with
+// this weight normalizes next. is_ordered: x is in order.
+Unscaled multiply_before_norm(const Tensor& x, bool is_ordered, int64_t tokens, const Weight& weight,
+                              const Tensor& residual, const Tensor& norm_weight, const Tensor& out);
+// nvfp4_warpgroup_linear of that norm's result.
+void multiply_after_norm(const Unscaled& x, double epsilon, int64_t tokens, const Weight& weight, bool silu_mul,
+                         bool ordered_result, const Tensor& out);
 }  // namespace warpgroup
 
 // Whether the warpgroup kernel multiplies so many rows by a weight, above so many.

@@ -56,13 +56,15 @@ CUtensorMap map_of(const void* data, uint32_t words, uint32_t chunks, uint32_t r
 }
 
 struct Run {
-  Problem problem;
+  Problem& problem;
+  Norm norm;
   const void *codes, *scales;
   const Tensor& x;
   Input input;
   const Device& device;
   const std::vector<int64_t>& division;
   cudaStream_t stream;
+  uint32_t blocks = 0;  // of the launch
 };
 
 template <class T, class Operand, class Form>
@@ -90,7 +92,8 @@ void multiply_with(Run& run, uint32_t clusters, uint32_t ranks) {
     static_assert(Form::kConsumerWarps <= kMostWarps);
     p.flags = zero_words_of<Division>(run.device.index, run.stream, run.device.multiprocessors * kMostWarps);
   }
-  Launch launch(clusters * ranks, ranks, Form::kThreads, Form::shared_bytes(ranks), run.stream);
+  run.blocks = clusters * ranks;
+  Launch launch(run.blocks, ranks, Form::kThreads, Form::shared_bytes(ranks), run.stream);
   launch(multiply_block<T, Operand, Form>, p);
 }
 
@@ -111,19 +114,33 @@ std::optional<Division> division_for(const Run& run) {
       });
 }
 
+template <class T, class Operand, class Forms, Norm Beside>
+void multiply_beside(Run& run, const Division& division) {
+  if constexpr (Forms::kHasClusters) {
+    if (division.sharing == Sharing::clusters)
+      return multiply_with<T, Operand, typename Forms::template Of<Sharing::clusters, Beside>>(
+          run, division.clusters, division.ranks);
+  }
+  if (division.sharing == Sharing::ranges)
+    return multiply_with<T, Operand, typename Forms::template Of<Sharing::ranges, Beside>>(run, division.clusters,
+                                                                                          1);
+  multiply_with<T, Operand, typename Forms::template Of<Sharing::units, Beside>>(run, division.clusters, 1);
+}
+
 template <class T, class Operand, class Forms>
 void multiply_as(Run& run, const Division& division) {
   Problem& p = run.problem;
   const Shape shape{p.tokens, p.groups, p.chunks, run.input};
   p.row_blocks = shape.row_blocks<Forms>();
   p.token_tiles = shape.token_tiles<Forms>();
-  if constexpr (Forms::kHasClusters) {
-    if (division.sharing == Sharing::clusters)
-      return multiply_with<T, Operand, typename Forms::Clusters>(run, division.clusters, division.ranks);
+  if constexpr (Forms::kTokens <= kMostNormTokens) {
+    if (run.norm == Norm::after) return multiply_beside<T, Operand, Forms, Norm::after>(run, division);
+    if constexpr (!Forms::Units::kOrdersX) {
+      if (run.norm == Norm::before) return multiply_beside<T, Operand, Forms, Norm::before>(run, division);
+    }
   }
-  if (division.sharing == Sharing::ranges)
-    return multiply_with<T, Operand, typename Forms::Ranges>(run, division.clusters, 1);
-  multiply_with<T, Operand, typename Forms::Units>(run, division.clusters, 1);
+  require(run.norm == Norm::none, "expected at most ", kMostNormTokens, " tokens beside a norm");
+  multiply_beside<T, Operand, Forms, Norm::none>(run, division);
 }
 
 template <class T, class Operand>
@@ -150,14 +167,28 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// x [.., columns] in rows, or in order for `tokens` tokens.
-void multiply(const Tensor& x, Input input, int64_t tokens, const Weight& weight,
-              const std::optional<Tensor>& residual, bool silu_mul, bool ordered_result,
-              const std::vector<int64_t>& division, const Tensor& out) {
-  if (tokens == 0) return;
+struct Product {
+  const Tensor& x;  // [.., columns] in rows, or in order
+  Input input;
+  int64_t tokens;
+  const Weight& weight;
+  const std::optional<Tensor>& residual;
+  bool silu_mul, ordered_result;
+  const std::vector<int64_t>& division;
+  const Tensor& out;
+};
+
+// `beside` sets up the problem's part of a norm. Returns the number of thread blocks.
+template <class F>
+uint32_t multiply(const Product& product, Norm norm, F&& beside) {
+  const Tensor& x = product.x;
+  const Weight& weight = product.weight;
+  if (product.tokens == 0) return 0;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Device device = decode::device_of(x.get_device_index());
   const decode::Problem checked = decode::problem_of(x, weight.codes, weight.outputs, weight.scales, 1);
+  const std::optional<Tensor>& residual = product.residual;
+  const Tensor& out = product.out;
   Problem problem{};
   problem.output.column_scale = static_cast<const float*>(data_or_null(weight.column_scale));
   problem.output.bias = data_or_null(weight.bias);
@@ -168,23 +199,26 @@ void multiply(const Tensor& x, Input input, int64_t tokens, const Weight& weight
   problem.output.out = out.mutable_data_ptr();
   problem.output.global_scale = static_cast<float>(weight.global_scale);
   problem.output.outputs = checked.outputs;
-  problem.output.silu_mul = silu_mul;
-  problem.output.ordered = ordered_result;
+  problem.output.silu_mul = product.silu_mul;
+  problem.output.ordered = product.ordered_result;
   problem.columns = checked.columns;
   problem.chunks = checked.chunks;
   problem.groups = checked.groups;
-  problem.tokens = static_cast<uint32_t>(tokens);
+  problem.tokens = static_cast<uint32_t>(product.tokens);
+  beside(problem);
+  const std::vector<int64_t>& division = product.division;
   require(division.empty() || division.size() == 4,
           "expected a division of tokens, rows, sharing and blocks of a cluster, found ", division.size(),
           " numbers");
   require(weight.native == (x.scalar_type() == ScalarType::Half),
           "expected codes prepared for the activations' type");
-  Run run{problem, checked.codes, checked.scales, x, input, device, division, current_stream(x)};
+  Run run{problem, norm, checked.codes, checked.scales, x, product.input, device, division, current_stream(x)};
   if (weight.native) {
     multiply_all<__half, HalfOperand>(run);
   } else {
     multiply_all<__nv_bfloat16, BfloatOperand>(run);
   }
+  return run.blocks;
 }
 
 }  // namespace
@@ -196,9 +230,9 @@ Tensor nvfp4_warpgroup_linear(const Tensor& input, const Tensor& codes, const Te
   const Tensor x = torch::stable::contiguous(input);
   const Tensor out =
       torch::stable::new_empty(x, with_last(x, silu_mul ? outputs / 2 : outputs), x.scalar_type());
-  multiply(x, Input::rows, x.numel() / x.size(x.dim() - 1),
-           {codes, scales, outputs, native, global_scale, column_scale, bias}, residual, silu_mul, false, division,
-           out);
+  const Weight weight{codes, scales, outputs, native, global_scale, column_scale, bias};
+  multiply({x, Input::rows, x.numel() / x.size(x.dim() - 1), weight, residual, silu_mul, false, division, out},
+           Norm::none, [](Problem&) {});
   return out;
 }
 
@@ -211,7 +245,35 @@ Tensor ordered_like(const Tensor& like, int64_t tokens, int64_t columns) {
 
 void multiply_ordered(const Tensor& x, int64_t tokens, const Weight& weight, const std::optional<Tensor>& residual,
                       bool silu_mul, bool ordered_result, const Tensor& out) {
-  multiply(x, Input::ordered, tokens, weight, residual, silu_mul, ordered_result, {}, out);
+  multiply({x, Input::ordered, tokens, weight, residual, silu_mul, ordered_result, {}, out}, Norm::none,
+           [](Problem&) {});
+}
+
+Unscaled multiply_before_norm(const Tensor& x, bool is_ordered, int64_t tokens, const Weight& weight,
+                              const Tensor& residual, const Tensor& norm_weight, const Tensor& out) {
+  require(norm_weight.numel() == weight.outputs && norm_weight.scalar_type() == out.scalar_type() &&
+              norm_weight.is_contiguous(),
+          "the norm's weight must have x's type and one element a column");
+  const int64_t tile = ordered_tile(tokens), most = decode::device_of(x.get_device_index()).multiprocessors;
+  Unscaled unscaled{ordered_like(out, tokens, weight.outputs),
+                    torch::stable::new_empty(out, {most, tile}, ScalarType::Float), 0};
+  const Input input = is_ordered ? Input::ordered : Input::rows;
+  unscaled.blocks = multiply({x, input, tokens, weight, residual, false, false, {}, out}, Norm::after, [&](Problem& p) {
+    p.output.norm = {norm_weight.const_data_ptr(), unscaled.x.mutable_data_ptr(),
+                     static_cast<float*>(unscaled.squares.mutable_data_ptr()), static_cast<uint32_t>(tile)};
+  });
+  require(unscaled.blocks <= most, "expected a thread block a multiprocessor, found ", unscaled.blocks);
+  return unscaled;
+}
+
+void multiply_after_norm(const Unscaled& x, double epsilon, int64_t tokens, const Weight& weight, bool silu_mul,
+                         bool ordered_result, const Tensor& out) {
+  multiply({x.x, Input::ordered, tokens, weight, {}, silu_mul, ordered_result, {}, out}, Norm::before,
+           [&](Problem& p) {
+             p.squares = static_cast<const float*>(x.squares.const_data_ptr());
+             p.square_blocks = static_cast<uint32_t>(x.blocks);
+             p.epsilon = static_cast<float>(epsilon);
+           });
 }
 
 }  // namespace nibble::warpgroup

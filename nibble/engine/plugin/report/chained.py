@@ -16,7 +16,8 @@ from nibble.engine.plugin.report.formats import random_input
 
 KIND = "norm and products in one"
 ROWS = (1, 12, 24, 48, 100)  # one of each kernel
-SMALL = 2.0**-8  # of the stream, so that its sum with the MLP's result is that result
+# Of the stream and of attention's result, so that the sum with the MLP's result is that result.
+SMALL = 2.0**-8
 
 
 def chained_layers(model: nn.Module) -> Iterator[tuple[str, ChainedLayer]]:
@@ -35,9 +36,13 @@ def chained_layers(model: nn.Module) -> Iterator[tuple[str, ChainedLayer]]:
 def chained_results(name: str, layer: ChainedLayer, device: torch.device) -> Iterator[Result]:
     """Of a layer, for each number of rows in ROWS."""
     weight = layer.input_layernorm.weight
-    rows = random_input(name, max(ROWS), len(weight), None, dtype=weight.dtype)
-    everything = rows.to(device) * SMALL
-    attention, mlp = layer.self_attn, layer.mlp
+
+    def small_input(columns: int) -> Tensor:
+        rows = random_input(name, max(ROWS), columns, None, dtype=weight.dtype)
+        return rows.to(device) * SMALL
+
+    everything, attention, mlp = small_input(len(weight)), layer.self_attn, layer.mlp
+    attended = small_input(attention.o_proj.layer.input_size)
 
     def compared(part: str, y: Tensor, expected: Tensor) -> Result:
         return compare("linear", KIND, f"{name}, {part}", y, {"bf16": expected.float().cpu()})
@@ -51,3 +56,11 @@ def chained_results(name: str, layer: ChainedLayer, device: torch.device) -> Ite
             between, _ = mlp.gate_up_proj(layer.post_attention_layernorm(x))
             expected = mlp.down_proj.added_to(torch.zeros_like(x), between)
             yield compared("mlp", layer.with_mlp(x) - x, expected)
+        for following in layer.following:
+            stream, qkv = layer.up_to_next_attention(x, attended[:count])
+            middle = attention.o_proj.added_to(x, attended[:count])
+            between, _ = mlp.gate_up_proj(layer.post_attention_layernorm(middle))
+            expected = mlp.down_proj.added_to(middle, between)
+            yield compared("o_proj to down_proj", stream, expected)
+            expected, _ = following.self_attn.qkv_proj.layer(following.input_layernorm(expected))
+            yield compared("o_proj to the next qkv_proj", qkv, expected)
