@@ -7,14 +7,17 @@
 //   ./decode_chain
 //
 // Weights are random and differ from layer to layer; `o` and `down` add a residual. One or two blocks of a cluster divide
-// the columns, whichever is faster alone. Medians, in µs a layer.
+// the columns, whichever is faster alone. Medians, in µs: a layer without norms, with a norm's kernel before qkv and
+// gate_up, and with the norms inside the products; then each product alone.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <vector>
 
+#include "nibble/overlap.cuh"
 #include "nvfp4_linear/decode.cuh"
+#include "rms_norm/norm.cuh"
 
 using namespace nibble::decode;
 using nibble::BfloatOperand;
@@ -37,6 +40,12 @@ __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_const
   Multiplier<__nv_bfloat16, BfloatOperand, Form>(problem, share, shared).run();
 }
 
+__global__ void __launch_bounds__(nibble::norm::kMaxThreads)
+    normalize(const __grid_constant__ nibble::norm::Problem problem) {
+  __shared__ float sums[nibble::norm::kMaxThreads / 32];
+  nibble::norm::normalize_row<__nv_bfloat16, 1>(problem, sums, [] { nibble::wait_for_kernel_before(); });
+}
+
 struct Shape {
   const char* name;
   uint32_t outputs, columns;
@@ -49,8 +58,10 @@ constexpr Shape kShapes[] = {{"qkv", 6144, 4096, false, false},
                              {"gate_up", 24576, 4096, true, false},
                              {"down", 4096, 12288, false, true}};
 
+enum class Norms { none, kernels, inside };
+
 struct Buffers {
-  char *weights, *activations;
+  char *weights, *activations, *squares;
   cudaStream_t stream;
   uint32_t multiprocessors, shared_bytes;
 };
@@ -67,6 +78,13 @@ Problem problem_of(const Buffers& buffers, const Shape& shape, size_t weight, ui
   p.tokens = tokens, p.outputs = shape.outputs, p.columns = shape.columns, p.silu_mul = shape.silu_mul;
   p.chunks = shape.columns / kChunk, p.groups = shape.outputs / (2 * kGroup);
   return p;
+}
+
+void norm(const Buffers& buffers, const void* x, void* out, uint32_t tokens) {
+  const nibble::norm::Problem problem{static_cast<const uint4*>(x), nullptr,
+                                      reinterpret_cast<const uint4*>(buffers.activations + (3 << 22)), 1e-6f,
+                                      static_cast<uint4*>(out), nullptr, 4096 / 8, 0};
+  check(nibble::launch_early(tokens, nibble::norm::kMaxThreads, 0, buffers.stream, normalize, problem));
 }
 
 // `ranks` blocks divide the columns.
@@ -134,19 +152,38 @@ int main() {
     check(cudaMemcpy(buffers.weights + i * layer_bytes, words.data(), layer_bytes, cudaMemcpyHostToDevice));
   check(cudaMalloc(&buffers.activations, 16 << 20));
   check(cudaMemset(buffers.activations, 0, 16 << 20));
+  check(cudaMalloc(&buffers.squares, 1 << 20));
+  check(cudaMemset(buffers.squares, 0, 1 << 20));
   check(cudaStreamCreate(&buffers.stream));
-  std::printf("%s\ntokens  layer", device.name);
+  std::printf("%s\ntokens    layer  kernels   inside", device.name);
   for (const Shape& shape : kShapes) std::printf("%9s", shape.name);
   const auto print = [&]<class Form>(uint32_t tokens) {
     uint32_t ranks[4] = {1, 1, 1, 1};
-    const auto time = [&](int only) {  // of a layer, or of one of its products
+    const auto time = [&](int only, Norms norms = Norms::none) {  // of a layer, or of one of its products
       return microseconds(buffers, [&] {
         bool swap = false;
         for (int layer = 0; layer < kLayers; ++layer) {
           size_t weight = layer * layer_bytes;
           for (int i = 0; i < 4; ++i) {
-            if (only < 0 || only == i)
-              launch<Form>(buffers, problem_of(buffers, kShapes[i], weight, tokens, swap), ranks[i]);
+            Problem p = problem_of(buffers, kShapes[i], weight, tokens, swap);
+            if (norms == Norms::kernels && i % 2 == 0) norm(buffers, p.out, const_cast<uint4*>(p.x), tokens);
+            if (norms == Norms::inside && (only < 0 || only == i)) {
+              uint32_t tile = 1;
+              while (tile < tokens) tile *= 2;
+              float* const squares = reinterpret_cast<float*>(buffers.squares);
+              if constexpr (Form::kTokenGroups == 1) {
+                if (i % 2 == 0) {
+                  p.norm_before = {squares, 256, 1e-6f, tile};
+                  launch<typename Form::template With<nibble::Norm::before>>(buffers, p, ranks[i]);
+                } else {
+                  p.norm_after = {buffers.activations + (3 << 22), p.out, squares, tile};
+                  p.out = buffers.activations + 2 * size_t{4 << 20};
+                  launch<typename Form::template With<nibble::Norm::after>>(buffers, p, ranks[i]);
+                }
+              }
+            } else if (norms != Norms::inside && (only < 0 || only == i)) {
+              launch<Form>(buffers, p, ranks[i]);
+            }
             swap = !swap;
             weight += kShapes[i].bytes();
           }
@@ -164,8 +201,13 @@ int main() {
         ranks[i] = 1;
       }
     }
-    std::printf("\n%6u%7.2f", tokens, time(-1));
+    std::printf("\n%6u%9.2f%9.2f", tokens, time(-1), time(-1, Norms::kernels));
+    std::printf("%9.2f", Form::kTokenGroups == 1 ? time(-1, Norms::inside) : 0.0f);
     for (const float us : alone) std::printf("%9.2f", us);
+    if constexpr (Form::kTokenGroups == 1) {
+      std::printf("   with norms");
+      for (int i = 0; i < 4; ++i) std::printf("%9.2f", time(i, Norms::inside));
+    }
   };
   for (const uint32_t tokens : {1, 2, 4, 8}) print.template operator()<LargeForms::Few>(tokens);
   print.template operator()<LargeForms::Some>(16);

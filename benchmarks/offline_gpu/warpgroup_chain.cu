@@ -142,7 +142,7 @@ void multiply_with(const Device& device, const Call& call, const Division& divis
                      tile_of(call.tokens, Input::ordered)};
     call.norm->blocks = division.clusters * p.ranks;
   } else if (call.norm) {
-    p.squares = call.norm->squares, p.square_blocks = call.norm->blocks, p.epsilon = 1e-6f;
+    p.norm = {call.norm->squares, call.norm->blocks, 1e-6f, tile_of(call.tokens, Input::ordered)};
   }
   if (!Form::kOrdersX && call.input == Input::rows) {
     uint4* const to = reinterpret_cast<uint4*>(device.ordered);
@@ -179,7 +179,7 @@ std::optional<Division> division_for(const Device& device, const Call& call, IsA
 
 template <class Forms>
 void multiply_as(const Device& device, const Call& call, const Division& division) {
-  const auto with = [&]<nibble::warpgroup::Norm Beside>() {
+  const auto with = [&]<nibble::Norm Beside>() {
     if (division.sharing == Sharing::ranges)
       return multiply_with<typename Forms::template Of<Sharing::ranges, Beside>>(device, call, division);
     if constexpr (Forms::kHasClusters) {
@@ -189,12 +189,12 @@ void multiply_as(const Device& device, const Call& call, const Division& divisio
     multiply_with<typename Forms::template Of<Sharing::units, Beside>>(device, call, division);
   };
   if constexpr (Forms::kTokens <= kMostNormTokens) {
-    if (call.norm && call.residual) return with.template operator()<nibble::warpgroup::Norm::after>();
+    if (call.norm && call.residual) return with.template operator()<nibble::Norm::after>();
     if constexpr (!Forms::Units::kOrdersX) {
-      if (call.norm) return with.template operator()<nibble::warpgroup::Norm::before>();
+      if (call.norm) return with.template operator()<nibble::Norm::before>();
     }
   }
-  with.template operator()<nibble::warpgroup::Norm::none>();
+  with.template operator()<nibble::Norm::none>();
 }
 
 // As the operator divides it.

@@ -31,6 +31,7 @@ from tests.support.kernels.emulated import compile_on_the_host, needs_compiler, 
 from tests.support.kernels.kernel_cases import (
     activations,
     assert_rounded_once,
+    assert_same_bits,
     packed_weight,
     values_of,
 )
@@ -49,6 +50,16 @@ CASES = [
     (29, 48, 640, 2, 1, 2),
     (20, 280, 144, 1, 2, 1),
 ]
+# Up to eight rows, with a norm beside the product.
+WITH_NORM = [
+    (1, 48, 384, 1, 1, 1),
+    (8, 1152, 640, 1, 1, 1),
+    (5, 64, 1280, 2, 2, 1),
+    (3, 112, 3072, 2, 1, 3),
+    (6, 32, 1056, 1, 2, 2),
+    (2, 208, 256, 3, 1, 1),
+]
+EPSILON = 1e-3
 Multiply = Callable[..., Tensor]
 
 pytestmark = [
@@ -88,7 +99,10 @@ def multiply(
         residual: Tensor | None = None,
         division: tuple[int, int, int] = (1, 1, 1),
         silu_mul: bool = False,
+        norm_after: tuple[Tensor, Tensor, Tensor] | None = None,
+        squares_before: Tensor | None = None,
     ) -> Tensor:
+        """norm_after: its weight, what it scales, and sums of squares of groups."""
         weight = prepare_weight(codes, scales, native=not bfloat_operands)
         rows, columns = len(codes), x.shape[1]
         out = torch.full((len(x), rows // (2 if silu_mul else 1)), float("nan"), dtype=x.dtype)
@@ -96,6 +110,11 @@ def multiply(
             x, weight.codes, weight.scales, column_scale, bias, residual, out
         )
         arguments += [ctypes.c_float(GLOBAL_SCALE), len(x), rows, columns, *division, silu_mul]
+        tensors = norm_after or (None, None, None)
+        squares = squares_before if norm_after is None else norm_after[2]
+        arguments += [*pointers(*tensors), 0 if squares is None else squares.shape[1]]
+        parts = 0 if squares_before is None else len(squares_before)
+        arguments += [*pointers(squares_before), parts, ctypes.c_float(EPSILON)]
         library.multiply_on_the_host(x.dtype == torch.bfloat16, bfloat_operands, *arguments)
         return out
 
@@ -139,6 +158,53 @@ def test_silu_mul_and_residual_come_before_the_only_rounding(multiply: Multiply)
     gate, up = (GLOBAL_SCALE * x.double() @ values_of(codes, scales).T).chunk(2, dim=-1)
     exact = torch.nn.functional.silu(gate) * up + residual.double()
     assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * (gate * up).abs() + 1e-6).all()
+
+
+def next_tile(tokens: int) -> int:
+    return 1 if tokens == 1 else 2 ** (tokens - 1).bit_length()
+
+
+@pytest.mark.parametrize("case", WITH_NORM, ids=str)
+def test_a_product_before_a_norm_leaves_scaled_values_and_sums_of_squares(
+    multiply: Multiply, case: tuple[int, ...]
+) -> None:
+    tokens, rows, columns, *division = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    residual, norm_weight = torch.randn(tokens, rows).bfloat16(), torch.randn(rows).bfloat16()
+    options: dict[str, Any] = {"bfloat_operands": True, "division": tuple(division)}
+    expected = multiply(x, *weight, residual=residual, **options)
+    scaled = torch.full((tokens, rows), torch.nan).bfloat16()
+    squares = torch.full((-(-rows // 16), next_tile(tokens)), torch.nan)
+    norm = (norm_weight, scaled, squares)
+    y = multiply(x, *weight, residual=residual, norm_after=norm, **options)
+    assert_same_bits((y, scaled), (expected, y * norm_weight))
+    sums, exact = squares.double().sum(0)[:tokens], y.double().square().sum(-1)
+    assert ((sums - exact).abs() <= exact * 2.0**-20).all()
+
+
+@pytest.mark.parametrize("case", WITH_NORM, ids=str)
+def test_a_product_after_a_norm_gets_the_factors_before_the_only_rounding(
+    multiply: Multiply, case: tuple[int, ...]
+) -> None:
+    """Of any number of parts' sums of squares; tokens past the last have none."""
+    tokens, rows, columns, *division = case
+    weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
+    bias = torch.randn(rows).bfloat16()
+    options: dict[str, Any] = {"bfloat_operands": True, "division": tuple(division)}
+    for parts in (1, 37, 1100):
+        squares = torch.rand(parts, next_tile(tokens)) * columns
+        squares[:, tokens:] = torch.nan
+        y = multiply(x, *weight, bias=bias, squares_before=squares, **options)
+        mean = squares[:, :tokens].double().sum(0) / columns
+        factors = (mean + EPSILON).rsqrt()[:, None]
+        exact = GLOBAL_SCALE * x.double() @ values_of(*weight).T * factors + bias.double()
+        size = GLOBAL_SCALE * (x.double().abs() @ values_of(*weight).abs().T) * factors
+        bound = exact.abs() * 2.0**-8 + size * 2.0**-18
+        assert ((y.double() - exact).abs() <= bound).all()
+        y = multiply(x, *weight, silu_mul=True, squares_before=squares, **options)
+        gate, up = (GLOBAL_SCALE * x.double() @ values_of(*weight).T * factors).chunk(2, dim=-1)
+        exact, size = torch.nn.functional.silu(gate) * up, (gate * up).abs()
+        assert ((y - exact).abs() <= exact.abs() * 2.0**-8 + 2.0**-18 * size + 1e-6).all()
 
 
 @pytest.mark.parametrize(

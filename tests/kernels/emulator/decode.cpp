@@ -30,6 +30,10 @@ void run(const Problem& problem, uint32_t clusters) {
 
 template <class T, class Operand>
 void run_form(const Problem& problem, uint32_t clusters) {
+  if (problem.norm_after.scaled)
+    return run<T, Operand, Forms::Few::With<nibble::Norm::after>>(problem, clusters);
+  if (problem.norm_before.squares)
+    return run<T, Operand, Forms::Few::With<nibble::Norm::before>>(problem, clusters);
   if (problem.tokens <= 8) return run<T, Operand, Forms::Few>(problem, clusters);
   if (problem.tokens <= 16) return run<T, Operand, Forms::Some>(problem, clusters);
   run<T, Operand, Forms::Many>(problem, clusters);
@@ -86,8 +90,12 @@ extern "C" void multiply_on_the_host(bool bfloat, bool bfloat_operands, const vo
                                      const void* scales, const void* column_scale, const void* bias,
                                      const void* residual, void* out, float global_scale, uint32_t tokens,
                                      uint32_t outputs, uint32_t columns, uint32_t clusters, uint32_t ranks,
-                                     uint32_t phases, bool silu_mul) {
+                                     uint32_t phases, bool silu_mul, const void* norm_weight, void* scaled,
+                                     void* squares_after, uint32_t tile, const void* squares_before, uint32_t parts,
+                                     float epsilon) {
   Problem problem = problem_of(x, codes, scales, out, outputs, columns, ranks, phases, silu_mul);
+  problem.norm_after = {norm_weight, scaled, static_cast<float*>(squares_after), tile};
+  problem.norm_before = {static_cast<const float*>(squares_before), parts, epsilon, tile};
   problem.column_scale = static_cast<const float*>(column_scale);
   problem.bias = bias;
   problem.residual = residual;

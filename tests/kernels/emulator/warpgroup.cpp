@@ -10,6 +10,7 @@
 #include "run_cluster.h"
 
 using namespace nibble::warpgroup;
+using nibble::Norm;
 
 namespace {
 
@@ -106,10 +107,10 @@ void run_sharing(Sharing sharing, const Problem& p, const uint4* x, const uint32
     if (p.output.norm.scaled)
       return run_beside<T, Operand, Forms, Norm::after>(sharing, p, x, codes, scales, clusters);
     if constexpr (!Forms::Units::kOrdersX) {
-      if (p.squares) return run_beside<T, Operand, Forms, Norm::before>(sharing, p, x, codes, scales, clusters);
+      if (p.norm.squares) return run_beside<T, Operand, Forms, Norm::before>(sharing, p, x, codes, scales, clusters);
     }
   }
-  if (p.squares || p.output.norm.scaled) {
+  if (p.norm.squares || p.output.norm.scaled) {
     std::fprintf(stderr, "this form has no norm beside it\n");
     std::abort();
   }
@@ -140,9 +141,7 @@ extern "C" void multiply_warpgroup_on_the_host(bool late, bool bfloat, uint32_t 
   Problem p{};
   p.output = {static_cast<const float*>(column_scale), bias, residual, out, global_scale, outputs, silu_mul, ordered,
               {norm_weight, scaled, static_cast<float*>(squares_after), tile}};
-  p.squares = static_cast<const float*>(squares_before);
-  p.square_blocks = square_blocks;
-  p.epsilon = epsilon;
+  p.norm = {static_cast<const float*>(squares_before), square_blocks, epsilon, tile};
   p.tokens = tokens;
   p.columns = columns;
   p.chunks = (columns + kChunk - 1) / kChunk;

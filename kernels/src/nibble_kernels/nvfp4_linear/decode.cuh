@@ -80,6 +80,7 @@ struct Multiplier {
   uint8_t* const ring;
   float* const slots;  // [slots, sums]
   Ends* const ends;    // [groups]
+  float* const squares;  // Form::kNormFloats
   const X x;
   float2* const totals;  // [items] of a thread's own, over phases, then for the cluster
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
@@ -93,7 +94,8 @@ struct Multiplier {
         ring(reinterpret_cast<uint8_t*>(shared)),
         slots(reinterpret_cast<float*>(ring + Form::kRingBytes)),
         ends(reinterpret_cast<Ends*>(slots + Form::kSlotBytes / sizeof(float))),
-        x(problem, rows, reinterpret_cast<uint32_t*>(ends + Form::kGroupsPerRound)),
+        squares(reinterpret_cast<float*>(ends + Form::kGroupsPerRound)),
+        x(problem, rows, reinterpret_cast<uint32_t*>(squares + Form::kNormFloats)),
         totals(reinterpret_cast<float2*>(x.elements + problem.chunks_per_phase * x.chunk_size)) {}
 
   // The sums of an E4M3 tile are scaled as they are, in float32.
@@ -206,7 +208,7 @@ struct Multiplier {
   // weight.
   struct After {
     float upper_factor, lower_factor;
-    T upper_bias, lower_bias, upper_residual, lower_residual;
+    T upper_bias, lower_bias, upper_residual, lower_residual, upper_norm, lower_norm;
   };
   __device__ __forceinline__ uint32_t upper_row(const Round& round, const Item& item) const {
     return (round.first_group + item.group) * kGroup + item.row;
@@ -230,6 +232,10 @@ struct Multiplier {
       after.upper_residual = static_cast<const T*>(p.residual)[place(item, upper)];
       if (!p.silu_mul) after.lower_residual = static_cast<const T*>(p.residual)[place(item, lower)];
     }
+    if constexpr (kNormIsAfter) {
+      after.upper_norm = static_cast<const T*>(p.norm_after.weight)[upper];
+      after.lower_norm = static_cast<const T*>(p.norm_after.weight)[lower];
+    }
     return after;
   }
 
@@ -246,11 +252,29 @@ struct Multiplier {
   __device__ __forceinline__ void read_after(const Round& round, First& first) const {
     if (first_number() < items(round) && is_last_phase(round)) first.after = after(round, first.item);
   }
-  // Calls f(number, item, after) for a thread's items of a round.
+  // Calls f(number, item, after) for a thread's items of a round. With a norm after the product, f returns the sum
+  // of an item's squares; eight lanes have those of a group's rows of a token.
   template <class F>
   __device__ __forceinline__ void for_items(const Round& round, const First& first, F&& f) const {
     const uint32_t step = p.ranks * Form::kThreads;
     uint32_t number = first_number();
+    if constexpr (kNormIsAfter) {
+      const uint32_t count = items(round);
+      for (bool is_first = true; number - lane < count; number += step, is_first = false) {
+        float sum = 0.0f;
+        if (number < count) {
+          const Item item = is_first ? first.item : item_of(number);
+          sum = f(number, item, is_first ? first.after : after(round, item));
+        }
+#pragma unroll
+        for (uint32_t mask = 1; mask < kGroup; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+        if (number < count && number % kGroup == 0) {
+          const Item item = is_first ? first.item : item_of(number);
+          p.norm_after.squares[(round.first_group + item.group) * p.norm_after.tile + item.token] = sum;
+        }
+      }
+      return;
+    }
     if (number >= items(round)) return;
     f(number, first.item, first.after);
     while ((number += step) < items(round)) {
@@ -290,7 +314,7 @@ struct Multiplier {
   __device__ __forceinline__ void add_up(const Round& round, const First& first) const {
     if (p.ranks == 1 && is_last_phase(round)) {
       for_items(round, first, [&](uint32_t number, const Item& item, const After& after) {
-        write(round, item, sum_of(round, number, item), after);
+        return write(round, item, sum_of(round, number, item), after);
       });
       return;
     }
@@ -309,24 +333,29 @@ struct Multiplier {
         sum.x += part.x;
         sum.y += part.y;
       }
-      write(round, item, sum, after);
+      return write(round, item, sum, after);
     });
     instruction::cluster_barrier();  // the others have read, too
   }
 
-  __device__ __forceinline__ void write(const Round& round, const Item& item, float2 sum,
-                                        const After& after) const {
+  // Returns the sum of squares of what was written, where a norm comes next.
+  __device__ __forceinline__ float write(const Round& round, const Item& item, float2 sum,
+                                         const After& after) const {
     const uint32_t upper = upper_row(round, item);
-    if (upper >= half) return;
+    if (upper >= half) return 0.0f;
     const float weight = rows.weight(item.token);
+    if constexpr (kNormIsBefore) {
+      sum.x *= squares[item.token];
+      sum.y *= squares[item.token];
+    }
     const float y = finished(sum.x, p.upper_global_scale, after.upper_factor, after.upper_bias) * weight;
     const float z = finished(sum.y, p.lower_global_scale, after.lower_factor, after.lower_bias) * weight;
-    if (p.silu_mul) {
-      store(place(item, upper), __fdividef(y, 1.0f + __expf(-y)) * z, after.upper_residual);
-    } else {
-      store(place(item, upper), y, after.upper_residual);
-      store(place(item, upper + half), z, after.lower_residual);
+    if (!kNormIsAfter && p.silu_mul) {
+      store(place(item, upper), __fdividef(y, 1.0f + __expf(-y)) * z, after.upper_residual, after.upper_norm);
+      return 0.0f;
     }
+    return store(place(item, upper), y, after.upper_residual, after.upper_norm) +
+           store(place(item, upper + half), z, after.lower_residual, after.lower_norm);
   }
 
   __device__ __forceinline__ float finished(float sum, float global_scale, float factor, T bias) const {
@@ -337,9 +366,49 @@ struct Multiplier {
     return sum;
   }
 
-  __device__ __forceinline__ void store(size_t place, float y, T residual) const {
+  __device__ __forceinline__ float store(size_t place, float y, T residual, T norm) const {
     if (p.residual) y += to_float(residual);
-    assign(static_cast<T*>(p.out)[place], y);
+    T rounded;
+    assign(rounded, y);
+    static_cast<T*>(p.out)[place] = rounded;
+    if constexpr (!kNormIsAfter) return 0.0f;
+    const float value = to_float(rounded);
+    assign(static_cast<T*>(p.norm_after.scaled)[place], value * to_float(norm));
+    return value * value;
+  }
+
+  static constexpr bool kNormIsBefore = Form::kNorm == Norm::before, kNormIsAfter = Form::kNorm == Norm::after;
+
+  // Of the norm before the product: a thread's share of the sums of squares of a token, which it adds up when
+  // all that it asks for is under way; those of warps; and a token's factor.
+  struct Squares {
+    float first[Form::kFirstSquares], others;
+  };
+  __device__ __forceinline__ Squares read_squares() const {
+    const NormBefore& norm = p.norm_before;
+    const uint32_t count = norm.parts * norm.tile;
+    Squares own{};
+    uint32_t place = threadIdx.x;
+#pragma unroll
+    for (uint32_t i = 0; i < Form::kFirstSquares; ++i, place += Form::kThreads) {
+      if (place < count) own.first[i] = __ldcg(norm.squares + place);
+    }
+    for (; place < count; place += Form::kThreads) own.others += __ldcg(norm.squares + place);
+    return own;
+  }
+  __device__ __forceinline__ void share_squares(const Squares& own) const {
+    float sum = own.others;
+#pragma unroll
+    for (const float square : own.first) sum += square;
+    for (uint32_t mask = p.norm_before.tile; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+    if (lane < p.norm_before.tile) squares[(1 + warp) * Form::kTokens + lane] = sum;
+  }
+  __device__ __forceinline__ void find_factors() const {
+    if (threadIdx.x >= p.tokens) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < Form::kWarps; ++i) sum += squares[(1 + i) * Form::kTokens + threadIdx.x];
+    squares[threadIdx.x] = rsqrtf(sum / static_cast<float>(p.columns) + p.norm_before.epsilon);
   }
 
   __device__ __forceinline__ void run() const {
@@ -349,11 +418,19 @@ struct Multiplier {
     const typename X::Start start = x.start();
     Steps steps = steps_of(round);
     First first = first_of(round);
+    Squares before;
     Rows::before_x();
-    x.stage(round, start, [&] {
-      read_after(round, first);
-      tiles.fill();
-    });
+    x.stage(
+        round, start,
+        [&] {
+          if constexpr (kNormIsBefore) before = read_squares();
+          read_after(round, first);
+          tiles.fill();
+        },
+        [&] {
+          if constexpr (kNormIsBefore) share_squares(before);
+        });
+    if constexpr (kNormIsBefore) find_factors();
     while (true) {
       multiply(round, steps, tiles);
       __syncthreads();
@@ -364,7 +441,7 @@ struct Multiplier {
       first = first_of(round);
       read_after(round, first);
       __syncthreads();  // x, sums and ends are over
-      if (!rounds.one_phase()) x.stage(round, start, [] {});
+      if (!rounds.one_phase()) x.stage(round, start, [] {}, [] {});
     }
     instruction::wait_for_copies<0>();
   }

@@ -123,18 +123,10 @@ struct Epilogue {
   bool silu_mul;
 };
 
-// x times a weight of `outputs` rows; launch(run) for its format.
-template <class Format, class F>
-Tensor multiply_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
-                       const Epilogue& epilogue, const std::vector<int64_t>& division, F&& launch) {
-  const Tensor x = torch::stable::contiguous(input);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Device device = device_of(x.get_device_index());
-  const cudaStream_t stream = current_stream(x);
+template <class Format>
+Problem linear_problem(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t outputs,
+                       const Epilogue& epilogue, const Tensor& out) {
   const std::optional<Tensor>& residual = epilogue.residual;
-  const Tensor out = torch::stable::new_empty(x, with_last(x, epilogue.silu_mul ? outputs / 2 : outputs),
-                                              x.scalar_type());
-
   Problem problem = problem_of<Format>(x, codes, outputs, scales, 1);
   problem.column_scale = static_cast<const float*>(data_or_null(epilogue.column_scale));
   problem.bias = data_or_null(epilogue.bias);
@@ -146,8 +138,19 @@ Tensor multiply_linear(const Tensor& input, const Tensor& codes, const Tensor& s
   problem.upper_global_scale = problem.lower_global_scale = static_cast<float>(epilogue.global_scale);
   problem.tokens = static_cast<uint32_t>(x.numel() / problem.columns);
   problem.silu_mul = epilogue.silu_mul;
+  return problem;
+}
 
-  Run run{problem, device, division, stream};
+// x times a weight of `outputs` rows; launch(run) for its format.
+template <class Format, class F>
+Tensor multiply_linear(const Tensor& input, const Tensor& codes, const Tensor& scales, int64_t outputs,
+                       const Epilogue& epilogue, const std::vector<int64_t>& division, F&& launch) {
+  const Tensor x = torch::stable::contiguous(input);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Device device = device_of(x.get_device_index());
+  const Tensor out = torch::stable::new_empty(x, with_last(x, epilogue.silu_mul ? outputs / 2 : outputs),
+                                              x.scalar_type());
+  Run run{linear_problem<Format>(x, codes, scales, outputs, epilogue, out), device, division, current_stream(x)};
   launch(run);
   return out;
 }

@@ -10,6 +10,23 @@
 #include "rms_norm/norm.h"
 
 namespace nibble {
+
+NormBefore norm_before(const Unscaled& x, double epsilon) {
+  return {static_cast<const float*>(x.squares.const_data_ptr()), static_cast<uint32_t>(x.parts),
+          static_cast<float>(epsilon), static_cast<uint32_t>(x.squares.size(1))};
+}
+
+NormAfter norm_after(const Unscaled& to, const Tensor& norm_weight) {
+  return {norm_weight.const_data_ptr(), to.x.mutable_data_ptr(), static_cast<float*>(to.squares.mutable_data_ptr()),
+          static_cast<uint32_t>(to.squares.size(1))};
+}
+
+void require_norm(const Tensor& norm_weight, const Weight& weight, const Tensor& out) {
+  require(norm_weight.numel() == weight.outputs && norm_weight.scalar_type() == out.scalar_type() &&
+              norm_weight.is_contiguous(),
+          "the norm's weight must have x's type and one element a column");
+}
+
 namespace {
 
 // With x in order the warpgroup kernel is faster from fewer rows on. Measured on an H200.
@@ -65,6 +82,31 @@ Tensor norm_mlp(const Tensor& x, const RmsNorm& norm, const Weight& gate_up, con
   return out;
 }
 
+std::tuple<Tensor, Tensor> with_norms_inside(const Tensor& attended, const Tensor& stream, const Weight& o,
+                                             const RmsNorm& norm, const Weight& gate_up, const Weight& down,
+                                             const RmsNorm& next_norm, const Weight& qkv) {
+  const auto like_stream = [&] { return torch::stable::new_empty(stream, stream.sizes(), stream.scalar_type()); };
+  const auto with_columns = [&](int64_t columns) {
+    return torch::stable::new_empty(stream, with_last(stream, columns), stream.scalar_type());
+  };
+  const int64_t rows = rows_of(stream), between_columns = gate_up.outputs / 2;
+  const Tensor middle = like_stream(), out = like_stream(), next = with_columns(qkv.outputs);
+  if (rows <= decode::kMostNormRows) {
+    const Tensor between = with_columns(between_columns);
+    Unscaled normal = decode::multiply_before_norm(attended, o, stream, norm.weight, middle);
+    decode::multiply_after_norm(normal, norm.epsilon, gate_up, true, between);
+    normal = decode::multiply_before_norm(between, down, middle, next_norm.weight, out);
+    decode::multiply_after_norm(normal, next_norm.epsilon, qkv, false, next);
+  } else {
+    const Tensor between = warpgroup::ordered_like(stream, rows, between_columns);
+    Unscaled normal = warpgroup::multiply_before_norm(attended, false, rows, o, stream, norm.weight, middle);
+    warpgroup::multiply_after_norm(normal, norm.epsilon, rows, gate_up, true, true, between);
+    normal = warpgroup::multiply_before_norm(between, true, rows, down, middle, next_norm.weight, out);
+    warpgroup::multiply_after_norm(normal, next_norm.epsilon, rows, qkv, false, false, next);
+  }
+  return {out, next};
+}
+
 Tensor nvfp4_norm_linear(const Tensor& input, const Tensor& norm_weight, double epsilon, const Tensor& codes,
                          const Tensor& scales, int64_t outputs, bool native, double global_scale,
                          const std::optional<Tensor>& column_scale, const std::optional<Tensor>& bias,
@@ -110,21 +152,13 @@ std::tuple<Tensor, Tensor> nvfp4_between_attentions(
       qkv{qkv_codes, qkv_scales, qkv_outputs, native, qkv_global_scale, qkv_column_scale, qkv_bias};
   const RmsNorm norm{norm_weight, epsilon}, next_norm{next_norm_weight, next_epsilon};
   const int64_t hidden = stream.size(stream.dim() - 1), between_columns = gate_up_outputs / 2, rows = rows_of(stream);
-  if (rows > warpgroup::kMostNormTokens || !comes_in_order(stream, qkv, hidden, batch_invariant) ||
-      !comes_in_order(stream, down, between_columns, batch_invariant)) {
-    const Tensor middle = multiply(attended, o, stream, false, batch_invariant);
-    const Tensor out = norm_mlp(middle, norm, gate_up, down, batch_invariant);
-    return {out, norm_linear(out, next_norm, qkv, batch_invariant)};
-  }
-  const auto like_stream = [&] { return torch::stable::new_empty(stream, stream.sizes(), stream.scalar_type()); };
-  const Tensor middle = like_stream(), out = like_stream();
-  const Tensor between = warpgroup::ordered_like(stream, rows, between_columns);
-  const Tensor next = torch::stable::new_empty(stream, with_last(stream, qkv_outputs), stream.scalar_type());
-  warpgroup::Unscaled normal = warpgroup::multiply_before_norm(attended, false, rows, o, stream, norm_weight, middle);
-  warpgroup::multiply_after_norm(normal, epsilon, rows, gate_up, true, true, between);
-  normal = warpgroup::multiply_before_norm(between, true, rows, down, middle, next_norm_weight, out);
-  warpgroup::multiply_after_norm(normal, next_epsilon, rows, qkv, false, false, next);
-  return {out, next};
+  const bool few = !batch_invariant && rows > 0 && rows <= decode::kMostNormRows;
+  const bool in_order = rows <= warpgroup::kMostNormTokens && comes_in_order(stream, qkv, hidden, batch_invariant) &&
+                        comes_in_order(stream, down, between_columns, batch_invariant);
+  if (few || in_order) return with_norms_inside(attended, stream, o, norm, gate_up, down, next_norm, qkv);
+  const Tensor middle = multiply(attended, o, stream, false, batch_invariant);
+  const Tensor out = norm_mlp(middle, norm, gate_up, down, batch_invariant);
+  return {out, norm_linear(out, next_norm, qkv, batch_invariant)};
 }
 
 }  // namespace

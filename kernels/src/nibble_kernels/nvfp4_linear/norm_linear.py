@@ -152,8 +152,9 @@ def nvfp4_between_attentions(
 
     attended is attention's result and o's input. The stream becomes stream + o(attended), then
     nvfp4_norm_mlp of that, and qkv is nvfp4_norm_linear's. Of the number of rows,
-    nvfp4_norm_linear's words hold. From 9 to 64 rows on SM90 the norms multiply no rounded values:
-    a product's sums get the factor 1 / RMS, so results differ in their rounding.
+    nvfp4_norm_linear's words hold. Up to 8 rows, and up to 64 on SM90 where hidden and intermediate
+    sizes are multiples of 128, the norms have no kernels: a product's sums get the factor 1 / RMS,
+    and results differ in their rounding.
     """
     native, parts = _native_and_rest(o, gate_up, down, qkv)
     of_o, of_gate_up, of_down, of_qkv = parts

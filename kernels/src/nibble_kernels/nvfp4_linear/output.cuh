@@ -18,15 +18,6 @@ using instruction::SharedPlace;
 constexpr uint32_t kSteps = kChunk / 16;  // products of a chunk
 static_assert(kChunk == decode::kChunk && kTileBytes == decode::kTileBytes);
 
-// Of an RMSNorm of what is written: its weight, and for the next product, which has the norm's factor, the values
-// times the weight, in order for tiles of `tile` tokens, and each block's sums of squares, [blocks, tile]. Or nulls.
-struct NormAfter {
-  const void* weight;
-  void* scaled;
-  float* squares;
-  uint32_t tile;
-};
-
 struct Output {
   const float* column_scale;
   const void* bias;

@@ -95,9 +95,10 @@ struct StagedX {
     }
   }
 
-  // A round's columns of x, in the order in which lanes need them. loaded() runs while the first are loaded.
-  template <class G>
-  __device__ __forceinline__ void stage(const Round& round, const Start& start, G&& loaded) const {
+  // A round's columns of x, in the order in which lanes need them. loaded() runs while the first are loaded, stored()
+  // before threads meet.
+  template <class G, class H>
+  __device__ __forceinline__ void stage(const Round& round, const Start& start, G&& loaded, H&& stored) const {
     if constexpr (kConverts) {
       find_ranges(round, start, loaded);
       for_x(round, start,
@@ -110,6 +111,7 @@ struct StagedX {
             [&](uint32_t place, uint32_t, const uint4& of) { elements[place] = Form::Format::arranged(of); },
             loaded);
     }
+    stored();
     __syncthreads();
   }
 

@@ -251,18 +251,15 @@ void multiply_ordered(const Tensor& x, int64_t tokens, const Weight& weight, con
 
 Unscaled multiply_before_norm(const Tensor& x, bool is_ordered, int64_t tokens, const Weight& weight,
                               const Tensor& residual, const Tensor& norm_weight, const Tensor& out) {
-  require(norm_weight.numel() == weight.outputs && norm_weight.scalar_type() == out.scalar_type() &&
-              norm_weight.is_contiguous(),
-          "the norm's weight must have x's type and one element a column");
+  require_norm(norm_weight, weight, out);
   const int64_t tile = ordered_tile(tokens), most = decode::device_of(x.get_device_index()).multiprocessors;
   Unscaled unscaled{ordered_like(out, tokens, weight.outputs),
                     torch::stable::new_empty(out, {most, tile}, ScalarType::Float), 0};
   const Input input = is_ordered ? Input::ordered : Input::rows;
-  unscaled.blocks = multiply({x, input, tokens, weight, residual, false, false, {}, out}, Norm::after, [&](Problem& p) {
-    p.output.norm = {norm_weight.const_data_ptr(), unscaled.x.mutable_data_ptr(),
-                     static_cast<float*>(unscaled.squares.mutable_data_ptr()), static_cast<uint32_t>(tile)};
+  unscaled.parts = multiply({x, input, tokens, weight, residual, false, false, {}, out}, Norm::after, [&](Problem& p) {
+    p.output.norm = norm_after(unscaled, norm_weight);
   });
-  require(unscaled.blocks <= most, "expected a thread block a multiprocessor, found ", unscaled.blocks);
+  require(unscaled.parts <= most, "expected a thread block a multiprocessor, found ", unscaled.parts);
   return unscaled;
 }
 
@@ -270,9 +267,7 @@ void multiply_after_norm(const Unscaled& x, double epsilon, int64_t tokens, cons
                          bool ordered_result, const Tensor& out) {
   multiply({x.x, Input::ordered, tokens, weight, {}, silu_mul, ordered_result, {}, out}, Norm::before,
            [&](Problem& p) {
-             p.squares = static_cast<const float*>(x.squares.const_data_ptr());
-             p.square_blocks = static_cast<uint32_t>(x.blocks);
-             p.epsilon = static_cast<float>(epsilon);
+             p.norm = norm_before(x, epsilon);
            });
 }
 

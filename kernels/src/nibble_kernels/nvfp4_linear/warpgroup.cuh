@@ -19,10 +19,7 @@ namespace nibble::warpgroup {
 struct Problem {
   CUtensorMap codes, scales;  // words of [groups, chunks, 256] and of [groups, chunks, 32]: weight.py
   const uint4* x;  // [tokens, columns] where a form orders x, else in order: warpgroup_form.h
-  // x is an RMSNorm's without its factors: sums of squares of blocks, [square_blocks, tokens of a tile], or null.
-  const float* squares;
-  uint32_t square_blocks;
-  float epsilon;
+  NormBefore norm;  // of forms with a norm before the product
   Output output;
   uint32_t tokens, columns, chunks, groups;
   uint32_t row_blocks, token_tiles, ranks;
@@ -293,10 +290,10 @@ struct Multiplier {
     constexpr uint32_t kFours = Form::kTokens / 4, kParts = kWarps * kLanes / kFours;
     const uint32_t thread = threadIdx.x - Form::kConsumerWarps * kLanes, fours = thread % kFours;
     instruction::wait_for_previous_kernel();
-    const float4* const squares = reinterpret_cast<const float4*>(p.squares) + fours;
+    const float4* const squares = reinterpret_cast<const float4*>(p.norm.squares) + fours;
     float4 sum = {};
 #pragma unroll 16
-    for (uint32_t block = thread / kFours; block < p.square_blocks; block += kParts) {
+    for (uint32_t block = thread / kFours; block < p.norm.parts; block += kParts) {
       const float4 more = __ldcg(squares + block * kFours);
       sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
     }
@@ -318,7 +315,7 @@ struct Multiplier {
 #pragma unroll
       for (uint32_t i = 0; i < kWarps; ++i) total += shared_float(part(i, thread));
       const float mean = total / static_cast<float>(p.columns);
-      instruction::store_shared_word(factor(thread), __float_as_uint(rsqrtf(mean + p.epsilon)));
+      instruction::store_shared_word(factor(thread), __float_as_uint(rsqrtf(mean + p.norm.epsilon)));
     }
     __syncwarp();
     if (lane == 0) instruction::arrive(factors_here());

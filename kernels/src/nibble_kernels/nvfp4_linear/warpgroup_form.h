@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "nvfp4_linear/norm_beside.h"
+
 namespace nibble::warpgroup {
 
 constexpr uint32_t kChunk = 128;  // columns of a tile of the weight
@@ -33,10 +35,6 @@ constexpr size_t pair_place(uint32_t token, uint32_t column, uint32_t tile, uint
 // A unit is a block's rows by a tile of tokens. Blocks have whole units; or those of a cluster share a unit's
 // columns; or all chunks of all units are divided into equal ranges, one for each block.
 enum class Sharing { units, clusters, ranges };
-
-// An RMSNorm beside a product, without a kernel of its own: before it, where x comes without the norm's factors;
-// or after it, where the product writes a sum with its residual, that times the norm's weight, and sums of squares.
-enum class Norm { none, before, after };
 
 // Tokens: columns of a product. Strips: of a warpgroup. Stages: chunks under way. OrdersX: warps of the block bring
 // x into order; else it comes in order.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "nibble/mma_operand.cuh"
+#include "nvfp4_linear/norm_beside.h"
 
 namespace nibble::decode {
 
@@ -65,17 +66,24 @@ struct Problem {
   uint32_t ranks;                                 // thread blocks of a cluster
   uint32_t chunks_per_phase, groups_per_cluster;  // of the smaller share
   bool silu_mul;
+  NormBefore norm_before;  // of forms with one
+  NormAfter norm_after;
 };
 
 // kDepth: tiles that a warp has under way. kGroupsPerRound: groups whose sums meet at a time.
 template <bool Small, uint32_t TokenGroups, uint32_t Warps, uint32_t Depth, uint32_t GroupsPerRound,
-          class WeightFormat = Nvfp4>
+          class WeightFormat = Nvfp4, Norm Beside = Norm::none>
 struct Form {
   using Format = WeightFormat;
+  template <Norm Other>
+  using With = Form<Small, TokenGroups, Warps, Depth, GroupsPerRound, WeightFormat, Other>;
+  static constexpr Norm kNorm = Beside;
+  static_assert(kNorm == Norm::none || TokenGroups == 1);
   static constexpr bool kSmall = Small;  // for GPUs with little shared memory
   static constexpr uint32_t kTokenGroups = TokenGroups, kTokens = TokenGroups * kTokenGroup;
   static constexpr uint32_t kWarps = Warps, kThreads = Warps * kLanes, kDepth = Depth;
   static constexpr uint32_t kGroupsPerRound = GroupsPerRound;
+  static constexpr uint32_t kFirstSquares = 64 / Warps;  // that a thread asks for at once
   static constexpr uint32_t kSums = TokenGroups * 2 * kItems;  // of a group, or of a warp's part of it
   static constexpr uint32_t kSlots = Warps + GroupsPerRound;   // parts of groups in a round
   static constexpr uint32_t kRingBytes = Warps * Depth * Format::kTileBytes;
@@ -83,6 +91,8 @@ struct Form {
   static constexpr uint32_t kTotalBytes = GroupsPerRound * kSums * sizeof(float);
   static constexpr uint32_t kEndBytes = GroupsPerRound * 2 * sizeof(uint32_t);
   static constexpr uint32_t kRangeBytes = kTokens * sizeof(uint32_t);
+  // For the norm before: factors, and sums of squares of warps.
+  static constexpr uint32_t kNormFloats = kNorm == Norm::before ? kTokens * (1 + Warps) : 0;
 
   // Rows that x has in shared memory. As many as the form takes, where that gives their places constant
   // distances; nobody looks at the sums of those past the last token.
@@ -90,7 +100,7 @@ struct Form {
 
   // With `totals` where a block's sums of a round are not yet the result.
   static constexpr uint32_t shared_bytes(uint32_t chunks, uint32_t tokens, bool totals) {
-    return kRingBytes + kSlotBytes + kEndBytes + kRangeBytes + chunks * x_rows(tokens) * kChunk * 2 +
+    return kRingBytes + kSlotBytes + kEndBytes + kNormFloats * sizeof(float) + kRangeBytes + chunks * x_rows(tokens) * kChunk * 2 +
            (totals ? kTotalBytes : 0);
   }
 };
@@ -126,7 +136,8 @@ using LargeE4m3RowsForms = LargeByteForms<E4m3Rows>;  // linear layers
 using SmallE4m3RowsForms = SmallByteForms<E4m3Rows>;
 
 constexpr uint32_t kLeastSharedBytes = 99 * 1024;
-static_assert(SmallForms::Few::shared_bytes(24, SmallForms::Few::kTokens, true) <= kLeastSharedBytes);
+static_assert(SmallForms::Few::With<Norm::before>::shared_bytes(24, SmallForms::Few::kTokens, true) <=
+              kLeastSharedBytes);
 static_assert(SmallForms::Some::shared_bytes(11, SmallForms::Some::kTokens, true) <= kLeastSharedBytes);
 static_assert(SmallE4m3Forms::Few::shared_bytes(20, SmallE4m3Forms::Few::kTokens, true) <= kLeastSharedBytes);
 static_assert(SmallE4m3Forms::Some::shared_bytes(8, SmallE4m3Forms::Some::kTokens, true) <=
