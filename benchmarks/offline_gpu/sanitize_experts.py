@@ -1,5 +1,5 @@
-"""A layer of experts in every form, a linear layer in every tile and an MLP with its norm, on small
-batches, for compute-sanitizer:
+"""A layer of experts in every form, a linear layer in every tile, and an MLP and all between two
+attentions with their norms, on small batches, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck python benchmarks/offline_gpu/sanitize_experts.py
 """
@@ -61,7 +61,12 @@ def linear() -> None:
 
 def after_norms() -> None:
     from nibble_kernels.nvfp4_linear.gpu import nvfp4_weight_linear
-    from nibble_kernels.nvfp4_linear.norm_linear import LinearLayer, Norm, nvfp4_norm_mlp
+    from nibble_kernels.nvfp4_linear.norm_linear import (
+        LinearLayer,
+        Norm,
+        nvfp4_between_attentions,
+        nvfp4_norm_mlp,
+    )
     from nibble_kernels.nvfp4_linear.weight import prepare_weight
     from nibble_kernels.rms_norm import rms_norm
 
@@ -69,15 +74,27 @@ def after_norms() -> None:
         codes, scales = packed_weight(rows, columns)
         return LinearLayer(prepare_weight(codes.cuda(), scales.cuda(), native=False), GLOBAL_SCALE)
 
-    gate_up, down = layer(768, 256), layer(256, 384)
+    o, gate_up, down, qkv = layer(256, 272), layer(768, 256), layer(256, 384), layer(520, 256)
     norm = Norm(torch.ones(256, dtype=torch.bfloat16, device="cuda"), 1e-6)
     for rows in (1, 12, 24, 48, 133):
         x = torch.randn(rows, 256, device="cuda").bfloat16()
-        between = nvfp4_weight_linear(rms_norm(x, *norm), *gate_up[:2], silu_mul=True)
-        expected = nvfp4_weight_linear(between, *down[:2], residual=x).float()
-        found = nvfp4_norm_mlp(x, norm, gate_up, down).float()
-        assert (found - expected).norm() <= expected.norm() * 2.0**-7, rows
+        attended = torch.randn(rows, 272, device="cuda").bfloat16()
+
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            between = nvfp4_weight_linear(rms_norm(x, *norm), *gate_up[:2], silu_mul=True)
+            return nvfp4_weight_linear(between, *down[:2], residual=x)
+
+        close(nvfp4_norm_mlp(x, norm, gate_up, down), mlp(x))
+        stream = mlp(nvfp4_weight_linear(attended, *o[:2], residual=x))
+        parts = (o, norm, gate_up, down, norm, qkv)
+        found, found_qkv = nvfp4_between_attentions(attended, x, *parts)
+        close(found, stream)
+        close(found_qkv, nvfp4_weight_linear(rms_norm(stream, *norm), *qkv[:2]))
     print("products after norms: right", flush=True)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).float().norm() <= expected.float().norm() * 2.0**-7
 
 
 def check(found: torch.Tensor, x: torch.Tensor, values: torch.Tensor) -> None:
