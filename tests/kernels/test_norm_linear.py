@@ -117,6 +117,41 @@ class Layer:
         stream = product(between, self.down, residual=stream)
         return stream, product(rms_norm(stream, *self.next_norm), self.qkv)
 
+    def exact(self, attended: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """The same without rounding."""
+
+        def normed(x: Tensor, norm: Any) -> Tensor:
+            mean = x.square().mean(-1, keepdim=True)
+            return x * (mean + norm.epsilon).rsqrt() * norm.weight.double()
+
+        x = stream.double() + exact_product(attended.double(), self.o, attended)
+        gate, up = exact_product(normed(x, self.norm), self.gate_up, stream).chunk(2, dim=-1)
+        x = x + exact_product(torch.nn.functional.silu(gate) * up, self.down, stream)
+        return x, exact_product(normed(x, self.next_norm), self.qkv, stream)
+
+
+def exact_product(x: Tensor, of: Any, like: Tensor) -> Tensor:
+    from nibble_kernels.nvfp4_linear.gpu import nvfp4_dequantize_weight
+
+    weight, global_scale, column_scale, bias = of
+    y = x @ nvfp4_dequantize_weight(weight, x.shape[-1], like).double().T * global_scale
+    return y if bias is None else y * column_scale.double() + bias.double()
+
+
+def as_exact(found: tuple[Tensor, ...], one: Layer, attended: Tensor, stream: Tensor) -> None:
+    """No row is further from the exact result than a quarter more than what norms and products one
+    by one have at most.
+    """
+
+    def error(y: Tensor, exact: Tensor) -> float:
+        size = exact.norm(dim=-1).clamp(min=1e-30)
+        return float(((y.double() - exact).norm(dim=-1) / size).max())
+
+    known, exact = one.one_by_one(attended, stream), one.exact(attended, stream)
+    for y, by_one, right in zip(found, known, exact, strict=True):
+        assert y.isfinite().all()
+        assert error(y, right) <= 1.25 * error(by_one, right) + 2.0**-13
+
 
 # Columns of o, hidden and intermediate sizes.
 LAYERS = [(272, 256, 384), (512, 576, 1536), (2048, 1024, 3072), (4096, 4096, 12288)]
@@ -124,7 +159,7 @@ LAYERS = [(272, 256, 384), (512, 576, 1536), (2048, 1024, 3072), (4096, 4096, 12
 
 @pytest.mark.parametrize("rich", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_between_attentions_gives_what_norms_and_products_give_one_by_one(
+def test_between_attentions_is_as_exact_as_norms_and_products_one_by_one(
     device: str, dtype: torch.dtype, rich: bool
 ) -> None:
     from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_between_attentions
@@ -135,9 +170,7 @@ def test_between_attentions_gives_what_norms_and_products_give_one_by_one(
         attended, stream = one.inputs(ROWS[-1], dtype, device)
         for rows in ROWS if device == "cuda" else ROWS[:3]:
             some = attended[:rows], stream[:rows]
-            found = nvfp4_between_attentions(*some, *one.parts)
-            for y, expected in zip(found, one.one_by_one(*some), strict=True):
-                close(y, expected)
+            as_exact(nvfp4_between_attentions(*some, *one.parts), one, *some)
 
 
 @pytest.mark.gpu
@@ -147,18 +180,17 @@ def test_a_stream_with_large_and_with_no_values_has_a_norm_too(kernels: Any) -> 
 
     torch.manual_seed(0)
     one = Layer("cuda", LAYERS[2], torch.bfloat16, rich=False)
-    for rows in (9, 32, 64):
+    for rows in (4, 8, 9, 32, 64):
         attended, stream = one.inputs(rows, torch.bfloat16, "cuda")
         stream[:, ::200] *= 1000
         attended[3], stream[3] = 0, 0
         found = nvfp4_between_attentions(attended, stream, *one.parts)
-        for y, expected in zip(found, one.one_by_one(attended, stream), strict=True):
-            close(y, expected)
-            assert not y[3].any()
+        as_exact(found, one, attended, stream)
+        assert not any(y[3].any() for y in found)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [9, 16, 24, 32, 50, 64, 100, 300])
+@pytest.mark.parametrize("rows", [1, 5, 9, 16, 24, 32, 50, 64, 100, 300])
 def test_a_hundred_repeats_have_the_same_bits_in_a_graph_too(kernels: Any, rows: int) -> None:
     from nibble_kernels.nvfp4_linear.norm_linear import (
         nvfp4_between_attentions,
