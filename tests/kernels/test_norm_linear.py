@@ -271,6 +271,4 @@ def test_the_operators_are_registered_soundly(device: str) -> None:
     parts = [(*w[:3], *rest) for w, *rest in (one.o, one.gate_up, one.down, one.qkv)]
     between = (*parts[0], *one.norm, *parts[1], *parts[2], *one.next_norm, *parts[3])
     inputs = one.inputs(12, dtype, device)
-    torch.library.opcheck(
-        ops.nvfp4_between_attentions.default, (*inputs, native, *between, False)
-    )
+    torch.library.opcheck(ops.nvfp4_between_attentions.default, (*inputs, native, *between, False))
