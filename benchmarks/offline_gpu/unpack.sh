@@ -5,6 +5,10 @@
 # CPU runtime, or both. Takes 20 s for each.
 set -euo pipefail
 parts=$1 sources=$2
+if ! compgen -G "${parts}/[pc]00" >/dev/null; then
+  echo "unpack.sh: no parts in ${parts}; expected p00, p01, … or c00, c01, …: copy them there first" >&2
+  exit 2
+fi
 shift 2
 (($#)) || set -- timing tests two_gpus
 mkdir -p /tmp/R /tmp/repo
