@@ -11,26 +11,15 @@
 // gate_up, and with the norms inside the products; then each product alone.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
-#include <functional>
 #include <vector>
 
-#include "nibble/overlap.cuh"
 #include "nvfp4_linear/decode.cuh"
-#include "rms_norm/norm.cuh"
+#include "product_chain.cuh"
 
 using namespace nibble::decode;
 using nibble::BfloatOperand;
 
 namespace {
-
-constexpr int kLayers = 8, kRounds = 9;
-
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::printf("%s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
 
 template <class Form>
 __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_constant__ Problem problem) {
@@ -38,12 +27,6 @@ __global__ void __launch_bounds__(Form::kThreads, 1) multiply(const __grid_const
   const Share share = share_of(problem.groups, blockIdx.x / problem.ranks, gridDim.x / problem.ranks,
                                problem.groups_per_cluster);
   Multiplier<__nv_bfloat16, BfloatOperand, Form>(problem, share, shared).run();
-}
-
-__global__ void __launch_bounds__(nibble::norm::kMaxThreads)
-    normalize(const __grid_constant__ nibble::norm::Problem problem) {
-  __shared__ float sums[nibble::norm::kMaxThreads / 32];
-  nibble::norm::normalize_row<__nv_bfloat16, 1>(problem, sums, [] { nibble::wait_for_kernel_before(); });
 }
 
 struct Shape {
@@ -57,8 +40,6 @@ constexpr Shape kShapes[] = {{"qkv", 6144, 4096, false, false},
                              {"o", 4096, 4096, false, true},
                              {"gate_up", 24576, 4096, true, false},
                              {"down", 4096, 12288, false, true}};
-
-enum class Norms { none, kernels, inside };
 
 struct Buffers {
   char *weights, *activations, *squares;
@@ -78,13 +59,6 @@ Problem problem_of(const Buffers& buffers, const Shape& shape, size_t weight, ui
   p.tokens = tokens, p.outputs = shape.outputs, p.columns = shape.columns, p.silu_mul = shape.silu_mul;
   p.chunks = shape.columns / kChunk, p.groups = shape.outputs / (2 * kGroup);
   return p;
-}
-
-void norm(const Buffers& buffers, const void* x, void* out, uint32_t tokens) {
-  const nibble::norm::Problem problem{static_cast<const uint4*>(x), nullptr,
-                                      reinterpret_cast<const uint4*>(buffers.activations + (3 << 22)), 1e-6f,
-                                      static_cast<uint4*>(out), nullptr, 4096 / 8, 0};
-  check(nibble::launch_early(tokens, nibble::norm::kMaxThreads, 0, buffers.stream, normalize, problem));
 }
 
 // `ranks` blocks divide the columns.
@@ -111,31 +85,6 @@ void launch(const Buffers& buffers, Problem p, uint32_t ranks) {
   check(cudaLaunchKernelEx(&config, multiply<Form>, p));
 }
 
-float microseconds(const Buffers& buffers, const std::function<void()>& enqueue) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
-  check(cudaStreamBeginCapture(buffers.stream, cudaStreamCaptureModeGlobal));
-  enqueue();
-  check(cudaStreamEndCapture(buffers.stream, &graph));
-  check(cudaGraphInstantiate(&exec, graph, 0));
-  check(cudaEventCreate(&begin));
-  check(cudaEventCreate(&end));
-  std::vector<float> times(kRounds);
-  for (float& ms : times) {
-    check(cudaGraphLaunch(exec, buffers.stream));
-    check(cudaEventRecord(begin, buffers.stream));
-    check(cudaGraphLaunch(exec, buffers.stream));
-    check(cudaEventRecord(end, buffers.stream));
-    check(cudaStreamSynchronize(buffers.stream));
-    check(cudaEventElapsedTime(&ms, begin, end));
-  }
-  std::sort(times.begin(), times.end());
-  check(cudaGraphExecDestroy(exec));
-  check(cudaGraphDestroy(graph));
-  return times[kRounds / 2] * 1000 / kLayers;
-}
-
 }  // namespace
 
 int main() {
@@ -159,14 +108,16 @@ int main() {
   for (const Shape& shape : kShapes) std::printf("%9s", shape.name);
   const auto print = [&]<class Form>(uint32_t tokens) {
     uint32_t ranks[4] = {1, 1, 1, 1};
+    const void* const norm_weight = buffers.activations + 3 * size_t{4 << 20};
     const auto time = [&](int only, Norms norms = Norms::none) {  // of a layer, or of one of its products
-      return microseconds(buffers, [&] {
+      return microseconds(buffers.stream, [&] {
         bool swap = false;
         for (int layer = 0; layer < kLayers; ++layer) {
           size_t weight = layer * layer_bytes;
           for (int i = 0; i < 4; ++i) {
             Problem p = problem_of(buffers, kShapes[i], weight, tokens, swap);
-            if (norms == Norms::kernels && i % 2 == 0) norm(buffers, p.out, const_cast<uint4*>(p.x), tokens);
+            if (norms == Norms::kernels && i % 2 == 0)
+              norm(buffers.stream, p.out, norm_weight, const_cast<uint4*>(p.x), tokens, p.columns, 0);
             if (norms == Norms::inside && (only < 0 || only == i)) {
               uint32_t tile = 1;
               while (tile < tokens) tile *= 2;
@@ -176,7 +127,7 @@ int main() {
                   p.norm_before = {squares, 256, 1e-6f, tile};
                   launch<typename Form::template With<nibble::Norm::before>>(buffers, p, ranks[i]);
                 } else {
-                  p.norm_after = {buffers.activations + (3 << 22), p.out, squares, tile};
+                  p.norm_after = {norm_weight, p.out, squares, tile};
                   p.out = buffers.activations + 2 * size_t{4 << 20};
                   launch<typename Form::template With<nibble::Norm::after>>(buffers, p, ranks[i]);
                 }

@@ -7,33 +7,25 @@
 //
 // A CUDA graph has the four products of eight layers with different random weights; each kernel may begin while the
 // one before ends. Writes JSON, medians in µs: of a layer, whose products have x in order ("ordered"), with both
-// norms ("norms"), with the product after attention having its x in rows ("rows"), and with both; and of each
-// product in each division ("form tokens x rows, sharing ranks", as warpgroup_division.h has them).
+// norms' kernels ("norms"), with the product after attention having its x in rows ("rows"), with both, and with the
+// norms inside the products ("inside", "inside_rows"); of each product without a norm and with one inside; and of
+// each product in each division ("form tokens x rows, sharing ranks", as warpgroup_division.h has them).
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <string>
 #include <vector>
 
-#include "nibble/overlap.cuh"
 #include "nvfp4_linear/warpgroup.cuh"
 #include "nvfp4_linear/warpgroup_division.h"
-#include "rms_norm/norm.cuh"
+#include "product_chain.cuh"
 
 using namespace nibble::warpgroup;
 
 namespace {
 
-constexpr int kLayers = 8, kRounds = 9;
-constexpr uint32_t kHidden = 4096, kOrderWarps = 4, kNormThreads = nibble::norm::kMaxThreads;
+constexpr uint32_t kHidden = 4096, kOrderWarps = 4;
 constexpr size_t kStep = 4 << 20;  // bytes of an activation
-
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
 
 template <uint32_t Tokens>
 __global__ void __launch_bounds__(kOrderWarps* kLanes)
@@ -46,11 +38,6 @@ __global__ void __launch_bounds__(kOrderWarps* kLanes)
   load_quarters(x + (size_t{token} * columns + column) / 8, quarters, [&](uint32_t) { return token < tokens; });
   to += piece_place(token, chunk, piece * 4, Tokens, chunks);
   for (uint32_t i = 0; i < 4; ++i) to[i * Tokens] = ordered(quarters, i);
-}
-
-__global__ void __launch_bounds__(kNormThreads) normalize(const __grid_constant__ nibble::norm::Problem problem) {
-  __shared__ float sums[kNormThreads / 32];
-  nibble::norm::normalize_row<__nv_bfloat16, 1>(problem, sums, [] { nibble::wait_for_kernel_before(); });
 }
 
 template <class Form>
@@ -212,20 +199,6 @@ void multiply_best(const Device& device, const Call& call) {
   as(device, call, *best);
 }
 
-void norm(const Device& device, const void* x, void* out, uint32_t tokens) {
-  const nibble::norm::Problem problem{static_cast<const uint4*>(x),
-                                      nullptr,
-                                      reinterpret_cast<const uint4*>(device.activation(5)),
-                                      1e-6f,
-                                      static_cast<uint4*>(out),
-                                      nullptr,
-                                      kHidden / 8,
-                                      tile_of(tokens, Input::ordered)};
-  launch(device, normalize, tokens, 1, kNormThreads, 0, problem);
-}
-
-enum class Norms { none, kernels, inside };
-
 void layer(const Device& device, const char* weight, uint32_t tokens, Norms norms, bool rows) {
   char *const stream = device.activation(0), *const normal = device.activation(1), *const qkv = device.activation(2),
               *const sum = device.activation(3), *const between = device.activation(4);
@@ -239,38 +212,23 @@ void layer(const Device& device, const char* weight, uint32_t tokens, Norms norm
   static LinearNorm before{normal, squares, 1};  // of the layer before
   LinearNorm after{normal, squares + (1 << 16), 0};
   const bool inside = norms == Norms::inside;
-  if (norms == Norms::kernels) norm(device, stream, normal, tokens);
+  const auto normalize = [&](const void* x) {
+    if (norms == Norms::kernels)
+      norm(device.stream, x, device.activation(5), normal, tokens, kHidden, tile_of(tokens, Input::ordered));
+  };
+  normalize(stream);
   product(normal, Input::ordered, qkv, nullptr, false, inside ? &before : nullptr);
   product(qkv, rows ? Input::rows : Input::ordered, sum, stream, false, inside ? &after : nullptr);
-  if (norms == Norms::kernels) norm(device, sum, normal, tokens);
+  normalize(sum);
   product(normal, Input::ordered, between, nullptr, true, inside ? &after : nullptr);
   product(between, Input::ordered, stream, sum, false, inside ? &before : nullptr);
 }
 
-// Of one of kLayers calls of enqueue(layer) in a graph.
+// Of each of kLayers layers that enqueue(layer) launches.
 float microseconds(const Device& device, const std::function<void(int)>& enqueue) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
-  check(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeGlobal));
-  for (int i = 0; i < kLayers; ++i) enqueue(i);
-  check(cudaStreamEndCapture(device.stream, &graph));
-  check(cudaGraphInstantiate(&exec, graph, 0));
-  check(cudaEventCreate(&begin));
-  check(cudaEventCreate(&end));
-  std::vector<float> times(kRounds);
-  for (float& ms : times) {
-    check(cudaGraphLaunch(exec, device.stream));
-    check(cudaEventRecord(begin, device.stream));
-    check(cudaGraphLaunch(exec, device.stream));
-    check(cudaEventRecord(end, device.stream));
-    check(cudaStreamSynchronize(device.stream));
-    check(cudaEventElapsedTime(&ms, begin, end));
-  }
-  std::sort(times.begin(), times.end());
-  check(cudaGraphExecDestroy(exec));
-  check(cudaGraphDestroy(graph));
-  return times[kRounds / 2] * 1000 / kLayers;
+  return microseconds(device.stream, [&] {
+    for (int i = 0; i < kLayers; ++i) enqueue(i);
+  });
 }
 
 // Every division of a product, with x in order.
