@@ -161,6 +161,69 @@ def test_a_step_is_the_formula(shape: Shape, window: int) -> None:
         check(mine, theirs)
 
 
+def prompts(lengths_and_new: list[tuple[int, int]]) -> tuple[dict[str, Any], Tensor]:
+    """As `sequences`, with some new tokens each, and their positions."""
+    given = sequences([length for length, _ in lengths_and_new])
+    positions = [
+        torch.arange(length - new, length, dtype=torch.int64) for length, new in lengths_and_new
+    ]
+    given["slots"] = torch.cat(
+        [
+            blocks[own // BLOCK].long() * BLOCK + own % BLOCK
+            for blocks, own in zip(given["blocks"], positions, strict=True)
+        ]
+    )
+    starts = torch.tensor([0, *(new for _, new in lengths_and_new)]).cumsum(0)
+    return given | {"starts": starts.to(torch.int32)}, torch.cat(positions)
+
+
+# Of a sequence, tokens and how many of them are new: prompts, some behind a prefix, and a decode
+# step among them.
+MIXED = [(40, 40), (33, 7), (150, 1), (64, 13), (97, 97), (5, 5), (70, 6)]
+
+
+@needs_compiled
+@pytest.mark.parametrize("window", [0, 7, 64])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_step_with_prompts_is_the_formula(shape: Shape, window: int) -> None:
+    decoder, number = made(shape, False, True)
+    given, positions = prompts(MIXED)
+    torch.manual_seed(5)
+    start = torch.randn(len(positions), shape.hidden).bfloat16()
+    caches, expected_caches = (cache_of(shape, given["blocks"].numel()) for _ in range(2))
+    actual = decoder.step(start.clone(), positions, caches, **given, window=window)
+    expected = reference.step(
+        number, start.clone(), positions, expected_caches, **given, window=window
+    )
+    check(actual, expected)
+    for mine, theirs in zip(caches, expected_caches, strict=True):
+        check(mine, theirs)
+
+
+@needs_compiled
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_prompt_has_the_bits_of_its_parts(window: int) -> None:
+    """Whole, in two parts, and token by token, on one thread or four."""
+    shape = SHAPES["grouped"]
+    decoder, _ = made(shape, False, True)
+    torch.manual_seed(6)
+    start, found = torch.randn(77, shape.hidden).bfloat16(), []
+    for threads, parts in ((1, [77]), (4, [77]), (1, [50, 27]), (4, [1] * 77)):
+        torch.set_num_threads(threads)
+        caches, done, results = cache_of(shape, 3), 0, []
+        for new in parts:
+            given, positions = prompts([(done + new, new)])
+            given["blocks"] = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+            own = torch.arange(done, done + new)
+            given["slots"] = given["blocks"][0][own // BLOCK].long() * BLOCK + own % BLOCK
+            some = start[done : done + new].clone()
+            results.append(decoder.step(some, positions, caches, **given, window=window))
+            done += new
+        found.append((torch.cat(results), *caches))
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
 @needs_compiled
 def test_rows_and_threads_change_no_bit() -> None:
     shape = SHAPES["grouped"]
@@ -196,6 +259,10 @@ def test_what_does_not_fit_is_refused() -> None:
         decoder.before_attention(0, None, x.float(), torch.tensor([0, 1]))
     with pytest.raises(RuntimeError, match="a cache for each layer"):
         decoder.step(x, torch.tensor([0, 1]), [], **sequences([1, 2]))
+    for starts, message in (([0, 3], "from 0 to the number of rows"), ([0, 2, 1, 2], "must rise")):
+        given = sequences([3, 3, 3]) | {"starts": torch.tensor(starts, dtype=torch.int32)}
+        with pytest.raises(RuntimeError, match=message):
+            decoder.step(x, torch.tensor([0, 1]), cache_of(shape, 3), **given)
     layer = layer_of(shape, False, False)
     wrong = layer._replace(input_norm=layer.input_norm[:3])
     cos_sin = torch.zeros(8, shape.head_size).bfloat16()
@@ -243,7 +310,9 @@ def test_work_of_few_pieces_leaves_no_threads_behind() -> None:
 @needs_compiled
 @needs_disassembler
 @pytest.mark.parametrize("level", ["x86_64_v3", "x86_64_v4"])
-@pytest.mark.parametrize("name", ["score_block", "add_values"])
+@pytest.mark.parametrize(
+    "name", ["score_block", "add_values", "score_block_of_rows", "add_values_of_rows"]
+)
 def test_attention_keeps_its_sums_in_registers(name: str, level: str) -> None:
     """gcc 12 moves vectors wider than registers through the stack: a step of four sequences of 1024
     tokens took 3.6 times as long.

@@ -39,6 +39,9 @@ ROTATIONS = frozenset("RotaryEmbedding Llama3RotaryEmbedding YaRNScalingRotaryEm
 # vLLM's CPU attention without AMX stores keys by column, and with it in another order.
 CACHE_LAYOUT, AMX_LAYOUT = "vec", "amx"
 _PLAIN = (None, "auto", "bfloat16")  # types of a cache
+# With AVX-512 vLLM's attention multiplies in BF16, and is faster for sequences of more tokens:
+# docs/kernels/nvfp4_cpu.md.
+MOST_ATTENDED_TOKENS = 128
 
 
 def follow_loading() -> None:
@@ -100,6 +103,13 @@ def replace_layers(model: Any) -> None:
         model.forward = OperatorForward(model, layers).forward
     except Unsuitable as reason:
         logger.info_once("decoder layers are computed by vLLM's modules: %s", str(reason))
+
+
+def attend(new_tokens: int, tokens: int, has_avx512: bool) -> bool:
+    """Whether the operators' attention is as fast as vLLM's, for a step whose sequences have up to
+    so many new tokens, and so many in all.
+    """
+    return new_tokens == 1 or not has_avx512 or tokens <= MOST_ATTENDED_TOKENS
 
 
 def operators_of(model: Any) -> OperatorForward | None:
@@ -222,14 +232,20 @@ class OperatorForward:
         return self._window is not None and self._has_plain_cache and is_readable
 
     def _all_layers(
-        self, residual: Tensor, positions: Tensor, slots: Tensor, blocks: Tensor, lengths: Tensor
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        blocks: Tensor,
+        lengths: Tensor,
+        starts: Tensor | None = None,
     ) -> Tensor:
         caches = [each.kv_cache for each in self._attention]
-        window = self._window or 0
-        return self._decoder.step(residual, positions, caches, slots, blocks, lengths, window)
+        given = (slots, blocks, lengths, self._window or 0, starts)
+        return self._decoder.step(residual, positions, caches, *given)
 
     def _step(self, tokens: int) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """All layers at once, where each sequence has one new token; else None."""
+        """All layers at once, where they know the cache; else None."""
         first, context = self._attention[0], get_forward_context()
         metadata, slots = context.attn_metadata, context.slot_mapping
         if not (isinstance(metadata, dict) and isinstance(slots, dict) and self._reads_cache()):
@@ -238,15 +254,16 @@ class OperatorForward:
         if (
             not isinstance(own, CPUAttentionMetadata)
             or own_slots is None
-            or own.max_query_len != 1
             or own.causal is not True
+            or not attend(own.max_query_len, own.max_seq_len, torch.cpu._is_avx512_supported())
             or own.num_actual_tokens != tokens
-            or len(own.seq_lens) != tokens
+            or len(own.query_start_loc) != len(own.seq_lens) + 1
+            or own.query_start_loc[-1] != tokens
             or len({id(metadata[each.layer_name]) for each in self._attention}) != 1
         ):
             return None
         return lambda residual, positions: self._all_layers(
-            residual, positions, own_slots, own.block_table, own.seq_lens
+            residual, positions, own_slots, own.block_table, own.seq_lens, own.query_start_loc
         )
 
 

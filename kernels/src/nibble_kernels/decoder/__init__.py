@@ -1,7 +1,7 @@
 """nibble::decoder_…: a dense decoder's layers with packed NVFP4 products (Llama, Qwen2, Qwen3).
 
 `Decoder` holds the tensors of all layers. It computes a layer in two parts, before and after the
-attention, or a whole step with one new token for each sequence. `reference.py` is the formula.
+attention, or a whole step with new tokens for each sequence. `reference.py` is the formula.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _last_norm = operator(
 )
 _step = operator(
     "decoder_step(int decoder, Tensor(a!) residual, Tensor positions, Tensor(b!)[] caches, Tensor"
-    " slots, Tensor blocks, Tensor lengths, int window) -> Tensor",
+    " slots, Tensor blocks, Tensor lengths, int window, Tensor? starts) -> Tensor",
     reference.step,
     lambda decoder, residual, *_: torch.empty_like(residual),
 )
@@ -109,16 +109,17 @@ class Decoder:
         blocks: Tensor,
         lengths: Tensor,
         window: int = 0,
+        starts: Tensor | None = None,
     ) -> Tensor:
-        """All layers and the last norm, for one new token of each sequence. Overwrites `residual`,
-        the tokens' embeddings.
+        """All layers and the last norm, for new tokens of each sequence. Overwrites `residual`, the
+        tokens' embeddings.
 
         caches: one a layer, bfloat16 [blocks, key heads, tokens of a block, 2 * head size]; a block
         has a head's keys by column, [head size, tokens], and then its values, [tokens, head size].
-        slots: int64, where the tokens' keys and values go, -1 for nowhere; blocks: int32 [rows, any
-        number], each sequence's; lengths: int32, with the new token; window: tokens that a query
-        sees, 0 for all.
+        slots: int64, where the tokens' keys and values go, -1 for nowhere; blocks: int32
+        [sequences, any number]; lengths: int32, with the new tokens; window: tokens that a query
+        sees, 0 for all; starts: int32 [sequences + 1], each sequence's first row and the number of
+        rows, or None where each has one row.
         """
-        return _step(
-            self._number.value, residual, positions, caches, slots, blocks, lengths, window
-        )
+        given = (caches, slots, blocks, lengths, window, starts)
+        return _step(self._number.value, residual, positions, *given)

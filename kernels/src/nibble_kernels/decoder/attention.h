@@ -1,6 +1,8 @@
-// One new token's attention to a paged cache in BF16: keys [block][kv head][head size][tokens of a block],
+// Attention of new tokens to a paged cache in BF16: keys [block][kv head][head size][tokens of a block],
 // values [block][kv head][tokens of a block][head size], as vLLM's CPU backend stores them without AMX.
 #pragma once
+
+#include <utility>
 
 #include "rows.h"
 
@@ -60,13 +62,17 @@ struct EvenAndOdd {
   using Words = typename Vectors<kLanes>::Words;
   Floats even = {}, odd = {};
 
-  // Adds numbers times a factor.
-  NIBBLE_FUNCTION void add_scaled(const BFloat16* from, float factor) {
+  NIBBLE_FUNCTION static EvenAndOdd of(const BFloat16* from) {
     Words words;
     std::memcpy(&words, from, sizeof words);
-    even += (Floats)(words << 16) * factor;
-    odd += (Floats)(words & 0xffff0000u) * factor;
+    return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
   }
+  // Adds numbers times a factor.
+  NIBBLE_FUNCTION void add_scaled(const EvenAndOdd& numbers, float factor) {
+    even += numbers.even * factor;
+    odd += numbers.odd * factor;
+  }
+  NIBBLE_FUNCTION void add_scaled(const BFloat16* from, float factor) { add_scaled(of(from), factor); }
   // As they are, the even ones first.
   NIBBLE_FUNCTION void load(const float* from) {
     std::memcpy(&even, from, sizeof even);
@@ -75,6 +81,18 @@ struct EvenAndOdd {
   NIBBLE_FUNCTION void store(float* to) const {
     std::memcpy(to, &even, sizeof even);
     std::memcpy(to + kLanes, &odd, sizeof odd);
+  }
+  // In order.
+  template <int... kPlace>
+  NIBBLE_FUNCTION void store_in_order(float* to, std::integer_sequence<int, kPlace...>) const {
+    const Floats low = __builtin_shufflevector(even, odd, (kPlace % 2 * kLanes + kPlace / 2)...);
+    const Floats high =
+        __builtin_shufflevector(even, odd, (kPlace % 2 * kLanes + (kLanes + kPlace) / 2)...);
+    std::memcpy(to, &low, sizeof low);
+    std::memcpy(to + kLanes, &high, sizeof high);
+  }
+  NIBBLE_FUNCTION void store_in_order(float* to) const {
+    store_in_order(to, std::make_integer_sequence<int, kLanes>());
   }
 };
 
@@ -125,6 +143,51 @@ NIBBLE_FUNCTION void add_columns(const float* weights, const BFloat16* values, i
     add_numbers<kColumnsAtOnce / 2>(weights, values + column, tokens, size, sums + column);
 }
 
+// Of a prompt, so many queries at once: keys and values are converted once for them. Sums are those of one query.
+constexpr int64_t kQueriesAtOnce = 4;
+
+// As score_tokens, for queries [kQueriesAtOnce][size] and scores `stride_of_scores` apart.
+template <int kLanes>
+NIBBLE_FUNCTION void score_tokens_of_rows(const float* queries, const BFloat16* keys, int64_t size, int64_t stride,
+                                          int64_t tokens, float* scores, int64_t stride_of_scores) {
+  using Sums = EvenAndOdd<kLanes>;
+  for (int64_t at = 0; at < tokens; at += Sums::kNumbers) {
+    Sums sums[kQueriesAtOnce];
+    for (int64_t column = 0; column < size; ++column) {
+      const Sums numbers = Sums::of(keys + column * stride + at);
+      for (int64_t row = 0; row < kQueriesAtOnce; ++row) sums[row].add_scaled(numbers, queries[row * size + column]);
+    }
+    for (int64_t row = 0; row < kQueriesAtOnce; ++row) sums[row].store_in_order(scores + row * stride_of_scores + at);
+  }
+}
+
+// As add_numbers, for weights `stride` apart and sums [kQueriesAtOnce][size].
+template <int kLanes>
+NIBBLE_FUNCTION void add_numbers_of_rows(const float* weights, int64_t stride, const BFloat16* values, int64_t tokens,
+                                         int64_t size, float* sums) {
+  static_assert(kQueriesAtOnce == 4);  // of the unrolled loops, whose sums stay in registers
+  EvenAndOdd<kLanes> totals[kQueriesAtOnce];
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < kQueriesAtOnce; ++row) totals[row].load(sums + row * size);
+  for (int64_t token = 0; token < tokens; ++token) {
+    const auto numbers = EvenAndOdd<kLanes>::of(values + token * size);
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < kQueriesAtOnce; ++row) totals[row].add_scaled(numbers, weights[row * stride + token]);
+  }
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < kQueriesAtOnce; ++row) totals[row].store(sums + row * size);
+}
+
+template <int kLanes>
+NIBBLE_FUNCTION void add_columns_of_rows(const float* weights, int64_t stride, const BFloat16* values, int64_t tokens,
+                                         int64_t size, float* sums) {
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= size; column += 2 * kLanes)
+    add_numbers_of_rows<kLanes>(weights, stride, values + column, tokens, size, sums + column);
+  for (; column < size; column += kColumnsAtOnce)
+    add_numbers_of_rows<kColumnsAtOnce / 2>(weights, stride, values + column, tokens, size, sums + column);
+}
+
 template <int kLanes>
 NIBBLE_FUNCTION void divide_numbers(const float* sums, float factor, BFloat16* to) {
   for (int64_t i = 0; i < 2 * kLanes; ++i) to[i] = to_bfloat16(sums[place_of<kLanes>(i)] * factor);
@@ -149,6 +212,15 @@ NIBBLE_FUNCTION void divide_columns(const float* sums, int64_t size, float divis
   target inline void add_values(const float* weights, const BFloat16* values, int64_t tokens, int64_t size,     \
                                 float* sums) {                                                                  \
     add_columns<lanes>(weights, values, tokens, size, sums);                                                    \
+  }                                                                                                             \
+  target inline void score_block_of_rows(const float* queries, const BFloat16* keys, int64_t size,              \
+                                         int64_t stride, int64_t tokens, float* scores,                         \
+                                         int64_t stride_of_scores) {                                            \
+    score_tokens_of_rows<lanes>(queries, keys, size, stride, tokens, scores, stride_of_scores);                 \
+  }                                                                                                             \
+  target inline void add_values_of_rows(const float* weights, int64_t stride, const BFloat16* values,           \
+                                        int64_t tokens, int64_t size, float* sums) {                            \
+    add_columns_of_rows<lanes>(weights, stride, values, tokens, size, sums);                                    \
   }                                                                                                             \
   target inline void divide_values(const float* sums, int64_t size, float divisor, BFloat16* to) {              \
     divide_columns<lanes>(sums, size, divisor, to);                                                             \
@@ -211,6 +283,48 @@ inline void attend(const BFloat16* query, const Cache& cache, int64_t head, int6
     add_values(of_block, cache.values + at + inside * size, count, size, sums);
   });
   divide_values(sums, size, sum, to);
+}
+
+// kQueriesAtOnce tokens of a prompt, which follow one another; the first sees `length` tokens, or the last `window` of
+// them. Queries and results of a token lie `query_stride` and `stride` apart.
+inline void attend_rows(const BFloat16* queries, int64_t query_stride, const Cache& cache, int64_t head, int64_t size,
+                        const int32_t* blocks, int64_t length, int64_t window, float scale, BFloat16* to,
+                        int64_t stride) {
+  struct Queries;
+  struct Scores;
+  float* floats = static_cast<float*>(scratch<Queries>(2 * kQueriesAtOnce * size * sizeof(float)));
+  float* sums = floats + kQueriesAtOnce * size;
+  for (int64_t row = 0; row < kQueriesAtOnce; ++row)
+    scale_to_float(queries + row * query_stride, size, scale, floats + row * size);
+  const auto first_of = [&](int64_t row) {
+    return window > 0 ? std::max<int64_t>(0, length + row - window) : int64_t{0};
+  };
+  // From the beginning of a block on.
+  const int64_t begin = first_of(0) / cache.block_tokens * cache.block_tokens, end = length + kQueriesAtOnce - 1;
+  const int64_t scores_stride = end - begin + 2 * kTokensAtOnce;
+  float* scores = static_cast<float*>(scratch<Scores>(kQueriesAtOnce * scores_stride * sizeof(float)));
+  const auto for_blocks = [&](const auto& f) {
+    for (int64_t token = begin; token < end; token += cache.block_tokens)
+      f(blocks[token / cache.block_tokens] * cache.block_stride + head * cache.head_stride,
+        std::min(cache.block_tokens, end - token), scores + token - begin);
+  };
+  for_blocks([&](int64_t at, int64_t count, float* of_block) {
+    score_block_of_rows(floats, cache.keys + at, size, cache.block_tokens, count, of_block, scores_stride);
+  });
+  float divisors[kQueriesAtOnce];
+  for (int64_t row = 0; row < kQueriesAtOnce; ++row) {
+    float* const own = scores + row * scores_stride;
+    const int64_t seen = first_of(row) - begin, unseen = length + row - begin;
+    divisors[row] = exponentials(own + seen, unseen - seen);
+    std::fill(own, own + seen, 0.0f);
+    std::fill(own + unseen, own + (end - begin), 0.0f);
+  }
+  std::fill(sums, sums + kQueriesAtOnce * size, 0.0f);
+  for_blocks([&](int64_t at, int64_t count, const float* of_block) {
+    add_values_of_rows(of_block, scores_stride, cache.values + at, count, size, sums);
+  });
+  for (int64_t row = 0; row < kQueriesAtOnce; ++row)
+    divide_values(sums + row * size, size, divisors[row], to + row * stride);
 }
 
 }  // namespace nibble::cpu

@@ -281,13 +281,34 @@ Tensor decoder_last_norm(int64_t number, const Tensor& hidden, Tensor residual) 
   return result;
 }
 
-// A step's sequences, one new token each.
+// A step's sequences and their new tokens.
 struct Sequences {
   const int64_t* slots;
   const int32_t* blocks;  // [sequence][blocks_stride]
   const int32_t* lengths;
   int64_t blocks_stride, window;
 };
+
+// New tokens of a sequence that are worked on at once: kQueriesAtOnce, or one.
+struct Queries {
+  int64_t sequence, row, count;
+  int64_t length;  // that the first one sees
+};
+
+// starts: the sequences' first rows and the number of rows, or null where each sequence has one.
+std::vector<Queries> queries_of(const int32_t* starts, const int32_t* lengths, int64_t sequences) {
+  std::vector<Queries> found;
+  for (int64_t i = 0; i < sequences; ++i) {
+    const int64_t begin = starts ? starts[i] : i, end = starts ? starts[i + 1] : i + 1;
+    for (int64_t row = begin; row < end;) {
+      const int64_t length = lengths[i] - (end - row) + 1;
+      const int64_t count = end - row >= kQueriesAtOnce && length > 0 ? kQueriesAtOnce : 1;
+      found.push_back({i, row, count, length});
+      row += count;
+    }
+  }
+  return found;
+}
 
 Cache cache_of(const Tensor& x, const Heads& heads) {
   require(x.scalar_type() == ScalarType::BFloat16 && x.dim() == 4 && x.size(1) == heads.keys &&
@@ -297,48 +318,66 @@ Cache cache_of(const Tensor& x, const Heads& heads) {
   return {keys, keys + x.size(2) * heads.size, x.stride(0), x.stride(1), x.size(2)};
 }
 
-void attend_all(const Decoder& decoder, const Sequences& sequences, int64_t count, const Cache& cache,
-                const BFloat16* qkv, BFloat16* to) {
+void attend_all(const Decoder& decoder, const Sequences& sequences, const std::vector<Queries>& queries, int64_t count,
+                const Cache& cache, const BFloat16* qkv, BFloat16* to) {
   const Heads& heads = decoder.heads;
-  for (int64_t row = 0; row < count; ++row) {
+  share_out_rows(count, heads.keys * heads.size, [&](int64_t row) {
     const BFloat16* keys = qkv + row * heads.width() + heads.queries * heads.size;
     if (sequences.slots[row] >= 0)
       write_cache(cache, heads, sequences.slots[row], keys, keys + heads.keys * heads.size);
-  }
-  share_out(count * heads.queries, [&](int64_t item) {
-    const int64_t row = item / heads.queries, query = item % heads.queries, length = sequences.lengths[row];
-    const int64_t first = sequences.window > 0 ? std::max<int64_t>(0, length - sequences.window) : 0;
-    BFloat16* result = to + item * heads.size;
-    if (length <= 0) return std::fill(result, result + heads.size, BFloat16(0.0f));
-    attend(qkv + row * heads.width() + query * heads.size, cache, query / heads.queries_each(), heads.size,
-           sequences.blocks + row * sequences.blocks_stride, first, length, decoder.scale, result);
+  });
+  const int64_t groups = static_cast<int64_t>(queries.size()), size = heads.size;
+  share_out(groups * heads.queries, [&](int64_t item) {
+    const int64_t head = item / groups;
+    const Queries& own = queries[item % groups];
+    const BFloat16* const from = qkv + own.row * heads.width() + head * size;
+    BFloat16* const result = to + (own.row * heads.queries + head) * size;
+    const int32_t* const blocks = sequences.blocks + own.sequence * sequences.blocks_stride;
+    const int64_t key_head = head / heads.queries_each(), window = sequences.window;
+    if (own.length <= 0) return std::fill(result, result + size, BFloat16(0.0f));
+    if (own.count == kQueriesAtOnce)
+      return attend_rows(from, heads.width(), cache, key_head, size, blocks, own.length, window, decoder.scale, result,
+                         heads.queries * size);
+    const int64_t first = window > 0 ? std::max<int64_t>(0, own.length - window) : 0;
+    attend(from, cache, key_head, size, blocks, first, own.length, decoder.scale, result);
   });
 }
 
-// All layers and the last norm for one new token of each sequence; `residual` is overwritten.
+// All layers and the last norm for the new tokens of each sequence; `residual` is overwritten.
 Tensor decoder_step(int64_t number, Tensor residual, const Tensor& positions, std::vector<Tensor> caches,
-                    const Tensor& slots, const Tensor& blocks, const Tensor& lengths, int64_t window) {
+                    const Tensor& slots, const Tensor& blocks, const Tensor& lengths, int64_t window,
+                    const std::optional<Tensor>& starts) {
   const WithThreads threads;
   const Decoder& decoder = decoder_at(number);
   const Heads& heads = decoder.heads;
   const int64_t count = residual.size(0);
   require(caches.size() == decoder.layers.size(), "a decoder has a cache for each layer");
+  require(!starts || (starts->scalar_type() == ScalarType::Int && starts->is_contiguous() && starts->numel() > 0),
+          "starts must be int32, one for each sequence and one more");
+  const int64_t count_of_sequences = starts ? starts->numel() - 1 : count;
+  const auto* const first_rows = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr;
+  for (int64_t i = 0; first_rows && i < count_of_sequences; ++i)
+    require(first_rows[i] <= first_rows[i + 1], "starts must rise");
+  require(!first_rows || (first_rows[0] == 0 && first_rows[count_of_sequences] == count),
+          "starts must go from 0 to the number of rows");
   require(slots.scalar_type() == ScalarType::Long && slots.numel() >= count && slots.is_contiguous() &&
-              blocks.scalar_type() == ScalarType::Int && blocks.dim() == 2 && blocks.size(0) >= count &&
-              blocks.stride(1) == 1 && lengths.scalar_type() == ScalarType::Int && lengths.numel() >= count &&
+              blocks.scalar_type() == ScalarType::Int && blocks.dim() == 2 &&
+              blocks.size(0) >= count_of_sequences && blocks.stride(1) == 1 &&
+              lengths.scalar_type() == ScalarType::Int && lengths.numel() >= count_of_sequences &&
               lengths.is_contiguous(),
-          "slots must be int64 and blocks and lengths int32, for each row");
+          "slots must be int64, for each row, and blocks and lengths int32, for each sequence");
   const Sequences sequences{static_cast<const int64_t*>(slots.const_data_ptr()),
                             static_cast<const int32_t*>(blocks.const_data_ptr()),
                             static_cast<const int32_t*>(lengths.const_data_ptr()), blocks.stride(0), window};
   Rows rows{count, rows_of(residual, decoder.hidden, "residual"), nullptr, positions_of(decoder, positions, count)};
   const Between between(decoder, count);
+  const std::vector<Queries> queries = queries_of(first_rows, sequences.lengths, count_of_sequences);
   std::vector<BFloat16> qkv(count * heads.width()), attention(count * heads.queries * heads.size),
       hidden(count * decoder.hidden);
   for (size_t i = 0; i < decoder.layers.size(); ++i) {
     const Layer& layer = decoder.layers[i];
     before_attention(decoder, layer, rows, between.normalized, qkv.data());
-    attend_all(decoder, sequences, count, cache_of(caches[i], heads), qkv.data(), attention.data());
+    attend_all(decoder, sequences, queries, count, cache_of(caches[i], heads), qkv.data(), attention.data());
     after_attention(decoder, layer, rows, attention.data(), between.normalized, between.wide, hidden.data());
   }
   Tensor result = torch::stable::new_empty(residual, {count, decoder.hidden});

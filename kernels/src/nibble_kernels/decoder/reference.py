@@ -8,7 +8,7 @@ it is rounded.
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
@@ -102,8 +102,15 @@ def step(
     blocks: Tensor,
     lengths: Tensor,
     window: int,
+    starts: Tensor | None = None,
 ) -> Tensor:
     shape, hidden = _shapes[decoder], None
+    starts = torch.arange(len(residual) + 1) if starts is None else starts
+    new_tokens = [
+        (sequence, row, int(lengths[sequence]) - int(end) + row + 1)
+        for sequence, (begin, end) in enumerate(pairwise(starts))
+        for row in range(int(begin), int(end))
+    ]
     for layer, cache in enumerate(caches):
         qkv = before_attention(decoder, layer, hidden, residual, positions)
         heads = qkv.unflatten(-1, (-1, shape.head_size))
@@ -112,9 +119,9 @@ def step(
         for row in range(len(residual)):
             if slots[row] >= 0:
                 write_cache(cache, int(slots[row]), keys[row], values[row])
-            length = int(lengths[row])
+        for sequence, row, length in new_tokens:
             first = max(0, length - window) if window > 0 else 0
-            of_sequence = read_cache(cache, blocks[row], length)
+            of_sequence = read_cache(cache, blocks[sequence], length)
             seen_keys, seen_values = (x[first:length] for x in of_sequence)
             rows.append(attention(queries[row], seen_keys, seen_values, shape.scale))
         hidden = after_attention(decoder, layer, torch.stack(rows).flatten(1), residual)
