@@ -328,8 +328,8 @@ void attend_all(const Decoder& decoder, const Sequences& sequences, const std::v
   });
   const int64_t groups = static_cast<int64_t>(queries.size()), size = heads.size;
   share_out(groups * heads.queries, [&](int64_t item) {
-    const int64_t head = item / groups;
-    const Queries& own = queries[item % groups];
+    const Queries& own = queries[item / heads.queries];
+    const int64_t head = item % heads.queries;
     const BFloat16* const from = qkv + own.row * heads.width() + head * size;
     BFloat16* const result = to + (own.row * heads.queries + head) * size;
     const int32_t* const blocks = sequences.blocks + own.sequence * sequences.blocks_stride;
