@@ -260,7 +260,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match="a cache for each layer"):
         decoder.step(x, torch.tensor([0, 1]), [], **sequences([1, 2]))
     for starts, message in (([0, 3], "from 0 to the number of rows"), ([0, 2, 1, 2], "must rise")):
-        given = sequences([3, 3, 3]) | {"starts": torch.tensor(starts, dtype=torch.int32)}
+        given: dict[str, Any] = sequences([3, 3, 3])
+        given["starts"] = torch.tensor(starts, dtype=torch.int32)
         with pytest.raises(RuntimeError, match=message):
             decoder.step(x, torch.tensor([0, 1]), cache_of(shape, 3), **given)
     layer = layer_of(shape, False, False)
