@@ -148,15 +148,16 @@ def test_a_step_is_the_formula(shape: Shape, window: int) -> None:
     lengths = [1, 33, 64, 150, 2, 97, 32, 31, 128, 65]
     given = sequences(lengths)
     given["slots"][4] = -1
+    check_step(decoder, number, given["lengths"].long() - 1, given | {"window": window})
+
+
+def check_step(decoder: Decoder, number: int, positions: Tensor, given: dict[str, Any]) -> None:
+    """Results and caches of a step, beside the formula's."""
     torch.manual_seed(3)
-    start = torch.randn(len(lengths), shape.hidden).bfloat16()
-    positions = given["lengths"].long() - 1
-    caches, expected_caches = (cache_of(shape, given["blocks"].numel()) for _ in range(2))
-    actual = decoder.step(start.clone(), positions, caches, **given, window=window)
-    expected = reference.step(
-        number, start.clone(), positions, expected_caches, **given, window=window
-    )
-    check(actual, expected)
+    start = torch.randn(len(positions), decoder.shape.hidden).bfloat16()
+    caches, expected_caches = (cache_of(decoder.shape, given["blocks"].numel()) for _ in range(2))
+    actual = decoder.step(start.clone(), positions, caches, **given)
+    check(actual, reference.step(number, start.clone(), positions, expected_caches, **given))
     for mine, theirs in zip(caches, expected_caches, strict=True):
         check(mine, theirs)
 
@@ -188,16 +189,7 @@ MIXED = [(40, 40), (33, 7), (150, 1), (64, 13), (97, 97), (5, 5), (70, 6)]
 def test_a_step_with_prompts_is_the_formula(shape: Shape, window: int) -> None:
     decoder, number = made(shape, False, True)
     given, positions = prompts(MIXED)
-    torch.manual_seed(5)
-    start = torch.randn(len(positions), shape.hidden).bfloat16()
-    caches, expected_caches = (cache_of(shape, given["blocks"].numel()) for _ in range(2))
-    actual = decoder.step(start.clone(), positions, caches, **given, window=window)
-    expected = reference.step(
-        number, start.clone(), positions, expected_caches, **given, window=window
-    )
-    check(actual, expected)
-    for mine, theirs in zip(caches, expected_caches, strict=True):
-        check(mine, theirs)
+    check_step(decoder, number, positions, given | {"window": window})
 
 
 @needs_compiled

@@ -174,6 +174,20 @@ def test_between_attentions_is_as_exact_as_norms_and_products_one_by_one(
 
 
 @pytest.mark.gpu
+def test_a_float16_stream_near_its_limit_does_not_overflow(kernels: Any) -> None:
+    """Times the norm's weight, without its factor, it would."""
+    from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_between_attentions
+
+    torch.manual_seed(0)
+    one = Layer("cuda", LAYERS[2], torch.float16, rich=False)
+    one.norm.weight.fill_(2)
+    for rows in (4, 9, 64):
+        attended, stream = one.inputs(rows, torch.float16, "cuda")
+        stream[:, ::200] = 60_000
+        as_exact(nvfp4_between_attentions(attended, stream, *one.parts), one, attended, stream)
+
+
+@pytest.mark.gpu
 def test_a_stream_with_large_and_with_no_values_has_a_norm_too(kernels: Any) -> None:
     """As in models: some columns of a stream are a thousand times the others, or a row is zero."""
     from nibble_kernels.nvfp4_linear.norm_linear import nvfp4_between_attentions

@@ -152,10 +152,12 @@ std::tuple<Tensor, Tensor> nvfp4_between_attentions(
       qkv{qkv_codes, qkv_scales, qkv_outputs, native, qkv_global_scale, qkv_column_scale, qkv_bias};
   const RmsNorm norm{norm_weight, epsilon}, next_norm{next_norm_weight, next_epsilon};
   const int64_t hidden = stream.size(stream.dim() - 1), between_columns = gate_up_outputs / 2, rows = rows_of(stream);
+  // Without the norm's factors float16 could overflow.
+  const bool has_range = stream.scalar_type() == ScalarType::BFloat16;
   const bool few = !batch_invariant && rows > 0 && rows <= decode::kMostNormRows;
   const bool in_order = rows <= warpgroup::kMostNormTokens && comes_in_order(stream, qkv, hidden, batch_invariant) &&
                         comes_in_order(stream, down, between_columns, batch_invariant);
-  if (few || in_order) return with_norms_inside(attended, stream, o, norm, gate_up, down, next_norm, qkv);
+  if (has_range && (few || in_order)) return with_norms_inside(attended, stream, o, norm, gate_up, down, next_norm, qkv);
   const Tensor middle = multiply(attended, o, stream, false, batch_invariant);
   const Tensor out = norm_mlp(middle, norm, gate_up, down, batch_invariant);
   return {out, norm_linear(out, next_norm, qkv, batch_invariant)};

@@ -153,8 +153,8 @@ def nvfp4_between_attentions(
     attended is attention's result and o's input. The stream becomes stream + o(attended), then
     nvfp4_norm_mlp of that, and qkv is nvfp4_norm_linear's. Of the number of rows,
     nvfp4_norm_linear's words hold. Up to 8 rows, and up to 64 on SM90 where hidden and intermediate
-    sizes are multiples of 128, the norms have no kernels: a product's sums get the factor 1 / RMS,
-    and results differ in their rounding.
+    sizes are multiples of 128, norms of bfloat16 have no kernels: a product's sums get the factor
+    1 / RMS, and results differ in their rounding. In float16 values without it could overflow.
     """
     native, parts = _native_and_rest(o, gate_up, down, qkv)
     of_o, of_gate_up, of_down, of_qkv = parts
