@@ -214,7 +214,7 @@ def test_a_thread_of_nvfp4_quant_converts_32_elements_in_16_instructions(
     ["120f", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("90a", "100f", "121a"))],
 )
 @pytest.mark.parametrize(
-    ("source", "count"), [("nvfp4_linear", 15), ("nvfp4_moe", 8), ("e4m3_linear", 3)]
+    ("source", "count"), [("nvfp4_linear", 11), ("nvfp4_moe", 8), ("e4m3_linear", 3)]
 )
 def test_the_decode_kernels_are_compiled_to_what_they_count_on(
     arch: str, source: str, count: int, compile_for: Compiler
@@ -303,7 +303,10 @@ def test_the_warpgroup_kernel_is_compiled_for_sm90_alone(arch: str, compile_for:
         for sharing in (units, clusters)
         for norm in (none, after)
     }
-    assert seen >= {(operand, *one) for operand in ("Bfloat", "Half") for one in shared}
+    expected = {("Bfloat", *one) for one in shared}
+    expected |= {("Half", *one) for one in shared if one[-1] == none}  # float16 could overflow
+    assert seen >= expected
+    assert not {one for one in seen if one[0] == "Half" and one[-1] != none}
 
 
 OMMA, SPARSE_OMMA = (

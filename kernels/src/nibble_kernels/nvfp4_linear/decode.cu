@@ -32,12 +32,10 @@ void multiply_beside(const Tensor& x, const Weight& weight, const std::optional<
   const uint32_t tokens = run.problem.tokens;
   require(tokens <= kMostNormRows, "expected at most ", kMostNormRows, " rows beside a norm, found ", tokens);
   set(run.problem);
-  for_operands(x, weight.native, [&](auto type, auto operand) {
-    for_forms(device, [&](auto forms) {
-      using Form = typename decltype(forms)::Few::template With<Beside>;
-      multiply_some<typename decltype(type)::type, typename decltype(operand)::type, Form>(
-          run, tokens > 4 ? 8 : 4);
-    });
+  require(!weight.native && x.scalar_type() == ScalarType::BFloat16, "expected bfloat16 beside a norm");
+  for_forms(device, [&](auto forms) {
+    using Form = typename decltype(forms)::Few::template With<Beside>;
+    multiply_some<__nv_bfloat16, BfloatOperand, Form>(run, tokens > 4 ? 8 : 4);
   });
 }
 

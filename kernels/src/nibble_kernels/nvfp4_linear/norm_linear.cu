@@ -153,7 +153,7 @@ std::tuple<Tensor, Tensor> nvfp4_between_attentions(
   const RmsNorm norm{norm_weight, epsilon}, next_norm{next_norm_weight, next_epsilon};
   const int64_t hidden = stream.size(stream.dim() - 1), between_columns = gate_up_outputs / 2, rows = rows_of(stream);
   // Without the norm's factors float16 could overflow.
-  const bool has_range = stream.scalar_type() == ScalarType::BFloat16;
+  const bool has_range = stream.scalar_type() == ScalarType::BFloat16 && !native;
   const bool few = !batch_invariant && rows > 0 && rows <= decode::kMostNormRows;
   const bool in_order = rows <= warpgroup::kMostNormTokens && comes_in_order(stream, qkv, hidden, batch_invariant) &&
                         comes_in_order(stream, down, between_columns, batch_invariant);

@@ -133,13 +133,13 @@ void multiply_as(Run& run, const Division& division) {
   const Shape shape{p.tokens, p.groups, p.chunks, run.input};
   p.row_blocks = shape.row_blocks<Forms>();
   p.token_tiles = shape.token_tiles<Forms>();
-  if constexpr (Forms::kTokens <= kMostNormTokens) {
+  if constexpr (Forms::kTokens <= kMostNormTokens && std::is_same_v<T, __nv_bfloat16>) {
     if (run.norm == Norm::after) return multiply_beside<T, Operand, Forms, Norm::after>(run, division);
     if constexpr (!Forms::Units::kOrdersX) {
       if (run.norm == Norm::before) return multiply_beside<T, Operand, Forms, Norm::before>(run, division);
     }
   }
-  require(run.norm == Norm::none, "expected at most ", kMostNormTokens, " tokens beside a norm");
+  require(run.norm == Norm::none, "expected at most ", kMostNormTokens, " tokens of bfloat16 beside a norm");
   multiply_beside<T, Operand, Forms, Norm::none>(run, division);
 }
 
