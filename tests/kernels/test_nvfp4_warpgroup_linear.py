@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support.kernels.kernel_cases import (
     activations,
+    assert_residual_comes_before_rounding,
     assert_rounded_once,
     assert_same_bits,
     packed_weight,
@@ -127,18 +128,18 @@ def test_every_division_of_the_work_gives_the_sum(cuda: str, rows: int, columns:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_residual_is_added_to_the_rounded_sum_in_every_division(
+def test_a_residual_is_added_before_the_only_rounding_in_every_division(
     cuda: str, form: tuple[int, int]
 ) -> None:
     rows, columns = 1032, 1040
     weight = prepared(cuda, *packed_weight(rows, columns))
     x = activations(140, columns, torch.bfloat16)
-    residual = torch.randn(140, rows).bfloat16()
     for division in divisions(-(-columns // 128)):
         if division[:2] == form:
-            expected = warpgroup(x, weight, division=division) + residual
-            y = warpgroup(x, weight, division=division, residual=residual)
-            assert_same_bits((y,), (expected,), division)
+            options = {"division": division}
+            assert_residual_comes_before_rounding(
+                lambda r, options=options: warpgroup(x, weight, residual=r, **options), division
+            )
 
 
 def test_silu_mul_comes_before_the_only_rounding(device: str) -> None:

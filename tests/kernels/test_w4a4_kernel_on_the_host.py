@@ -18,6 +18,7 @@ from tests.support.changes import OPERATORS
 from tests.support.kernels.emulated import compile_on_the_host, needs_compiler, pointers
 from tests.support.kernels.kernel_cases import (
     activations,
+    assert_residual_comes_before_rounding,
     assert_rounded_once,
     assert_same_bits,
     fitting_scale,
@@ -124,15 +125,14 @@ def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply) -> None:
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])
-def test_a_residual_is_added_to_what_is_rounded(multiply: Multiply, silu_mul: bool) -> None:
+def test_a_residual_is_added_before_the_only_rounding(multiply: Multiply, silu_mul: bool) -> None:
     case = (32, 40, 264, 1056, 5)
     _, tokens, rows, columns, _ = case
     weight = packed_weight(rows, columns)
     *x, _ = quantized(activations(tokens, columns, torch.bfloat16))
-    residual = torch.randn(tokens, rows // (2 if silu_mul else 1)).bfloat16()
-    alone = multiply(case, x, weight, silu_mul=silu_mul)
-    together = multiply(case, x, weight, residual=residual, silu_mul=silu_mul)
-    assert_same_bits((together,), (alone + residual,))
+    assert_residual_comes_before_rounding(
+        lambda r: multiply(case, x, weight, residual=r, silu_mul=silu_mul)
+    )
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])

@@ -23,6 +23,7 @@ from tests.support.changes import OPERATORS
 from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 from tests.support.kernels.kernel_cases import (
     activations,
+    assert_residual_comes_before_rounding,
     assert_rounded_once,
     assert_same_bits,
     in_order,
@@ -193,12 +194,12 @@ def test_silu_mul_comes_before_the_only_rounding(multiply: Multiply, case: tuple
 
 
 @pytest.mark.parametrize("case", [CASES[3], CASES[6], CASES[10], CASES[13], *CASES[14:]], ids=str)
-def test_a_residual_is_added_to_the_rounded_sum(multiply: Multiply, case: tuple[int, ...]) -> None:
+def test_a_residual_is_added_before_the_only_rounding(
+    multiply: Multiply, case: tuple[int, ...]
+) -> None:
     _, _, tokens, rows, columns, _, _ = case
     weight, x = packed_weight(rows, columns), activations(tokens, columns, torch.bfloat16)
-    residual = torch.randn(tokens, rows).bfloat16()
-    expected = multiply(case, x, weight) + residual
-    assert_same_bits((multiply(case, x, weight, residual=residual),), (expected,))
+    assert_residual_comes_before_rounding(lambda r: multiply(case, x, weight, residual=r))
 
 
 @pytest.mark.parametrize("case", [CASES[6], CASES[10], CASES[16]], ids=str)

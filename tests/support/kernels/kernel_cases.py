@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,22 @@ def assert_same_bits(
             f" {different[0].item()}: {raw(one)[different[0]].tolist()} instead of"
             f" {raw(other)[different[0]].tolist()}"
         )
+
+
+def assert_residual_comes_before_rounding(
+    product: Callable[[Tensor | None], Tensor], case: object = ""
+) -> None:
+    """product(residual): with the negated result as residual, what rounding took from each sum is
+    left. So the sums are known to 16 bits, and another residual's result is their sum, rounded.
+    """
+    alone = product(None)
+    rest = product(-alone)
+    assert rest.any(), case
+    assert (rest.double().abs() <= alone.double().abs() * 2.0**-8).all(), case
+    residual = torch.randn(alone.shape).to(alone)
+    exact = alone.double() + rest.double() + residual.double()
+    bound = exact.abs() * 2.0**-8 + alone.double().abs() * 2.0**-16
+    assert ((product(residual).double() - exact).abs() <= bound).all(), case
 
 
 def assert_as_specified(

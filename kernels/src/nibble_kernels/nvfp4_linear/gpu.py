@@ -152,10 +152,9 @@ def _warpgroup_reference(
     silu_mul: bool,
     division: Sequence[int],
 ) -> Tensor:
-    """The specification: the decode kernel's, but rounded before a residual is added and after."""
+    """The specification: the decode kernel's."""
     weight = (codes, scales, outputs, native, global_scale)
-    y = _decode_reference(x, *weight, column_scale, bias, None, silu_mul, False, division)
-    return y if residual is None else y + residual
+    return _decode_reference(x, *weight, column_scale, bias, residual, silu_mul, False, division)
 
 
 _warpgroup = operator(
@@ -209,8 +208,8 @@ def nvfp4_weight_linear(
 
     Above MAX_DECODE_ROWS rows, the weight is dequantized, exactly, into a temporary tensor [N, K]
     of x's dtype, and torch multiplies. Global scale, column factors and bias come after the sum
-    there too, but gate and up are rounded to x's dtype before silu · mul. batch_invariant always
-    uses the decode kernel. Elsewhere a residual is added to what is rounded already.
+    there too, but gate and up are rounded to x's dtype before silu · mul, and the result before a
+    residual is added. batch_invariant always uses the decode kernel.
     """
     rest = (residual, silu_mul, batch_invariant)
     return weight_linear(x, *weight, global_scale, column_scale, bias, *rest)
@@ -262,8 +261,6 @@ def nvfp4_warpgroup_linear(
     division: Sequence[int] = (),
 ) -> Tensor:
     """nvfp4_decode_linear for more rows. Compiled for SM90 alone.
-
-    A residual is added to what is rounded already, and the sum is rounded.
 
     A row's result depends on the number of rows through its bucket (up to 32, 64, 128), and above
     128 through the number. division: (tokens of a tile, rows of a thread block, Sharing of

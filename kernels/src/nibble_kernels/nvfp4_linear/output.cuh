@@ -54,9 +54,8 @@ __device__ __forceinline__ uint32_t pair_of(__half, float a, float b) {
 }
 
 template <class T>
-__device__ __forceinline__ uint32_t sums_of(T, uint32_t a, uint32_t b) {
-  const auto element = [](uint32_t pair, uint32_t i) { return to_float(reinterpret_cast<const T*>(&pair)[i]); };
-  return pair_of(T(), element(a, 0) + element(b, 0), element(a, 1) + element(b, 1));
+__device__ __forceinline__ float element(uint32_t pair, uint32_t i) {
+  return to_float(reinterpret_cast<const T*>(&pair)[i]);
 }
 template <class T>
 __device__ __forceinline__ const uint32_t* pair_at(const void* matrix, size_t place) {
@@ -135,16 +134,15 @@ __device__ __forceinline__ Addends addends_of(const Output& to, uint32_t tokens,
 template <class T>
 __device__ __forceinline__ float write_scaled(const Output& to, uint32_t token, uint32_t row, uint32_t pair,
                                               uint32_t weight) {
-  const T *const values = reinterpret_cast<const T*>(&pair), *const weights = reinterpret_cast<const T*>(&weight);
-  const float a = to_float(values[0]), b = to_float(values[1]);
+  const float a = element<T>(pair, 0), b = element<T>(pair, 1);
   *const_cast<uint32_t*>(pair_at<T>(to.norm.scaled, pair_place(token, row, to.norm.tile, to.outputs / kChunk))) =
-      pair_of(T(), a * to_float(weights[0]), b * to_float(weights[1]));
+      pair_of(T(), a * element<T>(weight, 0), b * element<T>(weight, 1));
   return fmaf(a, a, b * b);
 }
 
 // Writes sums of 8 tokens and of a group. A lane has tokens 2 c and 2 c + 1 of its row of the upper half,
-// then of the lower half's. A residual is added to what is rounded already; ordered results take none. Returns the
-// sum of squares of what the lane wrote, of one token, where a norm comes next.
+// then of the lower half's. Ordered results take no residual. Returns the sum of squares of what the lane wrote, of
+// one token, where a norm comes next.
 template <class T, class Operand, uint32_t Tile = 0, Norm Beside = Norm::none>
 __device__ __forceinline__ float write(const Output& to, uint32_t tokens, uint32_t group, uint32_t first_token,
                                        const float4& sums, const Factors& factors, const Addends& addends) {
@@ -158,22 +156,28 @@ __device__ __forceinline__ float write(const Output& to, uint32_t tokens, uint32
               z0 = finished(sums.z, factors.lower, factors.lower_bias),
               z1 = finished(sums.w, factors.lower, factors.lower_bias);
   const Target at = target_of<Tile>(to, tokens, group, first_token);
-  const auto store = [&](size_t place, uint32_t pair, uint32_t residual) {
-    if (Beside != Norm::before && to.residual) pair = sums_of(T(), pair, residual);
+  // A pair to write, with the residual, rounded once.
+  const auto pair_with = [&](float a, float b, uint32_t residual) {
+    if (Beside != Norm::before && to.residual) {
+      const uint32_t of_sums = instruction::transpose_pairs(residual);
+      a += element<T>(of_sums, 0);
+      b += element<T>(of_sums, 1);
+    }
+    return instruction::transpose_pairs(pair_of(T(), a, b));
+  };
+  const auto store = [&](size_t place, uint32_t pair) {
     *const_cast<uint32_t*>(pair_at<T>(to.out, place)) = pair;
-    return pair;
   };
   if (Beside != Norm::after && to.silu_mul) {
     const auto product = [](float y, float z) { return __fdividef(y, 1.0f + __expf(-y)) * z; };
-    const uint32_t pair = instruction::transpose_pairs(pair_of(T(), product(y0, z0), product(y1, z1)));
-    if (at.is_there) store(at.upper, pair, addends.residual.x);
+    const uint32_t pair = pair_with(product(y0, z0), product(y1, z1), addends.residual.x);
+    if (at.is_there) store(at.upper, pair);
     return 0.0f;
   }
-  const uint32_t pair = instruction::transpose_pairs(pair_of(T(), y0, y1));
-  const uint32_t other = instruction::transpose_pairs(pair_of(T(), z0, z1));
+  const uint32_t upper = pair_with(y0, y1, addends.residual.x), lower = pair_with(z0, z1, addends.residual.y);
   if (!at.is_there) return 0.0f;
-  const uint32_t upper = store(at.upper, pair, addends.residual.x);
-  const uint32_t lower = store(at.lower, other, addends.residual.y);
+  store(at.upper, upper);
+  store(at.lower, lower);
   if constexpr (Beside == Norm::after) {
     const uint32_t token = token_of(first_token), row = first_row_of(group);
     return write_scaled<T>(to, token, row, upper, addends.norm_weight.x) +

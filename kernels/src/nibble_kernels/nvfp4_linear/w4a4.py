@@ -49,9 +49,7 @@ def product_reference(
     silu_mul: bool,
     half: bool,
 ) -> Tensor:
-    """The specification: float32 throughout, rounded once; a residual is added to what is rounded,
-    and the sum is rounded.
-    """
+    """The specification: float32 throughout, rounded once at the end."""
     rows = x_codes.reshape(-1, x_codes.shape[-1])
     columns = 2 * rows.shape[1]
     if x_scales.shape != (tiled := tiled_shape(len(rows), columns // BLOCK)):
@@ -62,9 +60,10 @@ def product_reference(
     x = dequantize(rows, untile(x_scales, len(rows), columns // BLOCK))
     y = matmul(x, *stored_weight(PreparedWeight(codes, scales, outputs, True), columns))
     y = y * global_scale
-    y = epilogue(y, column_scale, bias, silu_mul)
-    y = y.to(torch.float16 if half else torch.bfloat16).unflatten(0, x_codes.shape[:-1])
-    return y if residual is None else y + residual
+    y = epilogue(y, column_scale, bias, silu_mul).unflatten(0, x_codes.shape[:-1])
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(torch.float16 if half else torch.bfloat16)
 
 
 def _product_fake(
