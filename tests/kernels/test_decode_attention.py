@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -80,11 +81,13 @@ def test_the_kernel_is_within_its_roundings(kernels: ModuleType) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sequences", [3, 8])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_hundred_replays_are_equal(kernels: ModuleType, form: str) -> None:
+def test_a_hundred_replays_are_equal(kernels: ModuleType, form: str, sequences: int) -> None:
     from nibble_kernels.decode_attention import decode_attention, make_workspace
 
-    case = make_case([5000, 17, 0, 3000, 64, 8000, 1, 999], kv_heads=8, fp8=True).on("cuda")
+    lengths = [5000, 17, 999, 0, 3000, 64, 8000, 1][:sequences]
+    case = make_case(lengths, kv_heads=8, fp8=True).on("cuda")
     workspace = make_workspace(8, 8, 4, 128, **FORMS[form])
 
     def call() -> Tensor:
@@ -106,16 +109,28 @@ def test_a_hundred_replays_are_equal(kernels: ModuleType, form: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType, form: str) -> None:
-    """Also not on the parts of a batch that is larger than a launch."""
+    """Also not on the parts of a batch that is larger than a launch. With warpgroups it depends on
+    the number of sequences: up to 4, 8, …
+    """
     case = make_case([n % 700 for n in range(0, 300 * 37, 37)], kv_heads=1, fp8=True).on("cuda")
     together = attend(case, **FORMS[form], least_chunk=16)
     for i in (0, 5, 255, 256, 299):
-        begins = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-        one = slice(i, i + 1)
-        alone = Case(
-            case.query[one], case.cache, case.pages[one], case.lengths[one], begins, case.scale
-        )
-        assert torch.equal(attend(alone, **FORMS[form], least_chunk=16)[0], together[i])
+        lengths = torch.ones_like(case.lengths)
+        lengths[i] = case.lengths[i]
+        among_others = attend(replace(case, lengths=lengths), **FORMS[form], least_chunk=16)
+        assert torch.equal(among_others[i], together[i])
+        if form != "warpgroups":
+            alone = attend(part(case, i, 1), **FORMS[form], least_chunk=16)
+            assert torch.equal(alone[0], together[i])
+    three, four = (attend(part(case, 15, n), **FORMS[form], least_chunk=16) for n in (3, 4))
+    assert torch.equal(three, four[:3])
+
+
+def part(case: Case, begin: int, count: int) -> Case:
+    """These sequences of a case with one query each."""
+    one = slice(begin, begin + count)
+    begins = case.query_begins[: count + 1]
+    return Case(case.query[one], case.cache, case.pages[one], case.lengths[one], begins, case.scale)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from tests.support.kernels.emulated import compile_on_the_host, needs_compiler
 
 BLOCKS = 5
 # Whether blocks or clusters of them compute, when copies are over, and whether the kernel before it
-# writes queries and new tokens alone.
+# writes queries and new tokens alone. Then warpgroups divide a sequence as in a batch of few.
 FORMS = [
     ("blocks", "at once", "waits"),
     ("blocks", "late", "waits"),
@@ -60,6 +60,7 @@ class Problem(ctypes.Structure):
         ("is_early", ctypes.c_uint32),
         ("most_whole", ctypes.c_uint32),
         ("sharing", ctypes.c_uint32),
+        ("blocks_each", ctypes.c_uint32),
     )
 
 
@@ -83,6 +84,7 @@ def attend(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Attend:
         form, speed, order = request.param
         out, lse, problem, kept = problem_of(case, least_chunk, most_splits)
         problem.is_early = order == "early"
+        problem.blocks_each = 8 if order == "early" else 1
         problem.most_whole, problem.sharing = max(least_chunk, 64), sharing
         library.attend_on_the_host(
             ctypes.byref(problem),
@@ -288,6 +290,26 @@ def test_clusters_take_a_whole_number_of_splits_of_each_kv_head(
     assert (begins[0], begins[splits]) == (0, tiles)
     sizes = [begins[i + 1] - begins[i] for i in range(splits)]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "sequences", "length", "splits"),
+    [
+        *((8, 4, length, splits) for length, splits in ((512, 1), (513, 3), (1024, 4), (2048, 4))),
+        *((8, 3, length, splits) for length, splits in ((1024, 4), (8192, 8), (131072, 16))),
+        *((8, 5, length, splits) for length, splits in ((1024, 1), (1040, 2), (8192, 8))),
+        *((2, 1, length, splits) for length, splits in ((256, 1), (257, 5), (512, 8), (1024, 16))),
+        *((2, 1, length, splits) for length, splits in ((8192, 32), (131072, 32))),
+        *((2, 8, length, splits) for length, splits in ((512, 8), (1024, 8), (8192, 32))),
+        *((2, 32, length, splits) for length, splits in ((512, 1), (1024, 4), (8192, 32))),
+    ],
+)
+def test_warpgroups_have_more_splits_in_a_batch_of_few_sequences(
+    library: ctypes.CDLL, kv_heads: int, sequences: int, length: int, splits: int
+) -> None:
+    """Up to 1, 2, 4, 8, … of them."""
+    problem = Problem(kv_heads=kv_heads, group=4, most_queries=1, least_chunk=128, most_splits=64)
+    assert library.divide_for_warpgroups(ctypes.byref(problem), length, sequences) == splits
 
 
 def test_a_result_does_not_depend_on_the_rest_of_the_batch(attend: Attend) -> None:

@@ -132,6 +132,12 @@ extern "C" uint32_t divide_for_clusters(const Problem* problem, uint32_t length,
   return splits;
 }
 
+// How many splits warpgroups have of a sequence, with as many others.
+extern "C" uint32_t divide_for_warpgroups(Problem* problem, uint32_t length, uint32_t sequences) {
+  problem->blocks_each = warpgroups::Division::blocks_each(*problem, sequences);
+  return warpgroups::Division::splits_of(*problem, undivided_span(*problem, length, 1).tiles);
+}
+
 extern "C" void attend_on_the_host(const Problem* problem, uint32_t head_dim, bool is_fp8, bool is_small,
                                    const char* form, uint32_t pages, uint32_t blocks, bool is_late) {
   emulated_is_late = is_late;

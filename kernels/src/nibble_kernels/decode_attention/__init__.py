@@ -136,9 +136,9 @@ def decode_attention(
     `query_begins[i + 1]`, which are its last ones; 0 is a padded row with the result 0. `window`
     counts the tokens that a query sees, itself included; 0 means all. `lse` [tokens, heads] gets
     the logarithm of the sum of weights, a sink included. A sequence's result depends on the rest
-    of the batch only in whether it has more than MOST_CLUSTERED sequences, padded rows included.
-    The first call with few and with more sequences on a device must not be captured in a CUDA
-    graph.
+    of the batch only in how many sequences that has, padded rows included: more than MOST_CLUSTERED
+    or not, and up to 1, 2, 4, 8, … where warpgroups compute (warpgroups/form.h). The first call
+    with few and with more sequences on a device must not be captured in a CUDA graph.
 
     `early`: the kernel before this one writes nothing that this one reads but `query` and the keys
     and values of query tokens, and all else was written before that kernel began. Lengths, page

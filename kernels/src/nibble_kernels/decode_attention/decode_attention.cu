@@ -67,7 +67,7 @@ Problem problem_of(const Tensor& query, const Tensor& cache, const Tensor& pages
 }
 
 // The sequences in parts that a launch has tables and the workspace has room for. A sequence's result depends
-// on the others only in whether all are at most `most_clustered`: clusters are faster for few. SM90 has
+// on the others only through their number: clusters are faster for at most `most_clustered`. SM90 has
 // warpgroups for more; elsewhere, and for other sizes, blocks compute them.
 void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tensor& query, const Tensor& cache,
                   uint32_t most_clustered, bool use_warpgroups) {
@@ -88,6 +88,7 @@ void launch_parts(Problem p, uint32_t sequences, uint32_t at_a_time, const Tenso
   const bool is_clustered = sequences <= most_clustered && gpu.shared_bytes >= kLargeSharedBytes &&
                             clusters::has_form(head_dim, slot_rows(p));
   const bool has_warpgroups = use_warpgroups && gpu.capability == 90 && warpgroups::has_form(head_dim);
+  p.blocks_each = warpgroups::Division::blocks_each(p, sequences);
   for (uint32_t done = 0; done < sequences; done += p.sequences) {
     p.sequences = std::min(sequences - done, at_a_time);
     if (is_clustered) {

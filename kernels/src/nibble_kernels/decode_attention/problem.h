@@ -37,6 +37,8 @@ struct Problem {
   uint32_t is_early;  // the kernel before this one writes nothing of it but queries and what they add to the cache
   // Of clusters: how many tokens of a sequence one computes alone, and how many of them share a longer one.
   uint32_t most_whole, sharing;
+  // Of warpgroups: how many blocks a KV head's rows of a sequence can have at a time. Depends on the batch's size.
+  uint32_t blocks_each;
 };
 
 NIBBLE_FUNCTION constexpr uint32_t quotient_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }

@@ -146,8 +146,21 @@ class Merger : Rows<Form> {
     float* const first = this->split_place(unit, 0);
     const uint32_t rows = rows_of(p_, unit), adders = min(rows, Form::kAdders);
     uint32_t* const counters = this->counters_of(unit);
-    if (lane() == 0) instruction::wait_until_reached(counters, unit.splits * adders);
+    uint32_t waited = 0;
+    if (lane() == 0) {
+      instruction::wait_until_reached(counters, unit.splits * adders);
+      waited = atomicAdd(counters + 1, 1);
+    }
     __syncwarp();
+    float4 found[kAtOnce];
+    const auto load = [&](uint32_t begin) {
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        const float* const from = first + (begin + j) * stride + row * kDim + part * 128 + lane() * 4;
+        found[j] = begin + j < unit.splits ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0, 0, 0, 0);
+      }
+    };
+    load(0);
     float factors[kEach], totals[kEach];
     typename Rows<Form>::template Sum<1> sum{-INFINITY, 0, {}};
 #pragma unroll
@@ -171,22 +184,15 @@ class Merger : Rows<Form> {
       const uint32_t end = min(unit.splits, (i + 1) * kLanes);
 #pragma unroll 1
       for (uint32_t begin = i * kLanes; begin < end; begin += kAtOnce) {
-        float4 found[kAtOnce];
-#pragma unroll
-        for (uint32_t j = 0; j < kAtOnce; ++j) {
-          const float* const from = first + (begin + j) * stride + row * kDim + part * 128 + lane() * 4;
-          found[j] =
-              begin + j < end ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0, 0, 0, 0);
-        }
+        if (begin != 0) load(begin);
 #pragma unroll
         for (uint32_t j = 0; j < kAtOnce; ++j)
           this->add(sum.quads[0], found[j], __shfl_sync(~0u, factors[i], begin % kLanes + j));
       }
     }
     this->write_row(place_of(p_, unit, row), part * kLanes, sum);
-    // The last one clears the counters for the next call.
-    if (lane() == 0 && instruction::count_in_order(counters + 1) + 1 == rows * kParts)
-      counters[0] = counters[1] = 0;
+    // The last one that has waited clears the counters for the next call.
+    if (lane() == 0 && waited + 1 == rows * kParts) counters[0] = counters[1] = 0;
   }
 };
 
