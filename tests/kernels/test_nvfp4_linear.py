@@ -347,6 +347,27 @@ def test_a_row_does_not_depend_on_the_others(level: str) -> None:
     assert torch.equal(linear(level, long, weight, scales), torch.cat((many, many[:220])))
 
 
+def test_a_row_of_tiny_numbers_is_right_and_changes_no_other(level: str) -> None:
+    """Scales of 16-bit words could be too small for exponents then. Products of BF16 take what is
+    below 2^-126 as zero.
+    """
+    if level == "reference":
+        pytest.skip("torch's own matrix product promises nothing")
+    weight, scales = packed_weight(50, 208)
+    x = torch.randn(20, 208).bfloat16()
+    many = linear(level, x, weight, scales)
+    for exponent in (-90, -100, *(() if level in ("avx512_bf16", "amx") else (-110, -126))):
+        with_tiny = x.clone()
+        with_tiny[3] *= 2.0**exponent
+        with_tiny[3, 16:32] = 2.0**-133
+        found = linear(level, with_tiny, weight, scales)
+        others = [row for row in range(20) if row != 3]
+        assert torch.equal(found[others], many[others]), exponent
+        exact = with_tiny[3].double() @ values_of(weight, scales).T
+        bound = exact.abs() * 2.0**-8 + with_tiny[3].double().norm() * 2.0**-10
+        assert ((found[3].double() - exact).abs() <= bound).all(), exponent
+
+
 def test_the_number_of_threads_changes_nothing(level: str) -> None:
     if level == "reference":
         pytest.skip("torch's own matrix product promises nothing")

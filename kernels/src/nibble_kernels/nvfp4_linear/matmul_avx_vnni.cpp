@@ -45,7 +45,7 @@ inline void add_scaled(Bytes sums, const Lanes& scale, const QuantizedRows& x, i
 #include "nibble/nvfp4_row_groups.h"
 #include "nibble/nvfp4_matmul_bytes.h"
 
-constexpr int kFewOfWords = 4, kRowsOfWords = 4;
+constexpr int kFewOfWords = 4, kRowsOfWords = 6;
 
 // At most 16 · 12 · 2^8 · 2^15 in 32 bits.
 inline Sums multiply_pairs(Sums sums, Pairs w, const int16_t* x) {
@@ -64,9 +64,42 @@ inline Sums combined(Bytes high, Bytes low) {
 
 #include "nibble/nvfp4_one_word_row.h"
 
+// x's scales are powers of two, so they are added to the exponents of the weight's. That leaves the two pipes of
+// products to products. Weights are zero where their scale is, which has no exponent to add to.
+struct ScalesAsExponents {
+  static __m256i kept(__m256i w, __m256 scale) {
+    return _mm256_and_si256(w, _mm256_castps_si256(_mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_NEQ_OQ)));
+  }
+  static __m256 stored(__m256 scale) {
+    const __m256 one = _mm256_set1_ps(1.0f);
+    return _mm256_blendv_ps(scale, one, _mm256_cmp_ps(scale, _mm256_setzero_ps(), _CMP_EQ_OQ));
+  }
+  static __m256 times(__m256 scale, int32_t exponent) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(scale), _mm256_set1_epi32(exponent)));
+  }
+
+  static Pairs kept(Pairs w, Lanes scale) { return {kept(w.low, scale.low), kept(w.high, scale.high)}; }
+  static Lanes stored(Lanes scale) { return {stored(scale.low), stored(scale.high)}; }
+  static Lanes add(Lanes total, Sums block, Lanes scale, float x_scale) {
+    int32_t exponent;
+    std::memcpy(&exponent, &x_scale, sizeof exponent);
+    exponent -= 127 << 23;
+    return fma(floats_of(block), {times(scale.low, exponent), times(scale.high, exponent)}, total);
+  }
+};
+
+void many_words_or_tiny(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel,
+                        float* sums, int64_t stride) {
+  bool has_tiny = false;
+  for (int64_t row = 0; row < count; ++row) has_tiny |= x.has_tiny[row] != 0;
+  (has_tiny ? many_words<ScalesAsNumbers> : many_words<ScalesAsExponents>)(tiles, tile_count, x, count, panel, sums,
+                                                                           stride);
+}
+
 }  // namespace
 
-extern const WordLoops kAvxVnniWords = kWordLoopsWithDigits;
+extern const WordLoops kAvxVnniWords = {kWordLoops.few_rows, kWordLoops.panel_bytes, one_or_few_words,
+                                        many_words_or_tiny, true};
 extern const ByteLoops kAvxVnniBytes = kByteLoops;
 
 }  // namespace nibble::cpu

@@ -144,6 +144,7 @@ void OwnedWordRows::allocate(int64_t rows, int64_t columns, bool with_digits) {
     digit_scales_.resize(columns / kBlockColumns);
   }
   words_.resize(rows * columns);
+  has_tiny_.resize(rows);
   scales_.resize(rows * columns / kBlockColumns);
   rest_of_rows_.resize(rows);
   first_rests_.assign(rows * (columns / kBlockColumns + 1), 0);
@@ -166,9 +167,11 @@ bool OwnedWordRows::set(int64_t row, const float* x) {
       break;
     default:
       std::fill(words, words + columns_, int16_t{0});
-      std::fill(scales, scales + blocks, 0.0f);
+      std::fill(scales, scales + blocks, kWordFactor);
+      has_tiny_[row] = false;
       return false;
   }
+  has_tiny_[row] = *std::min_element(scales, scales + blocks) < kLeastWordScale;
   has_digits_ = !digits_.empty() && divide_words(words, scales, blocks, digits_.data(), digit_scales_.data());
   return true;
 }

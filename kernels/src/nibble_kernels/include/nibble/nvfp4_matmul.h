@@ -100,7 +100,10 @@ struct WordRows {
   // in the order of decoded codes.
   const int8_t* digits;
   const DigitScale* digit_scales;  // [blocks]
+  const uint8_t* has_tiny;         // [row]: whether a scale is below kLeastWordScale
 };
+// From here on, a scale's product with a weight's is a normal number, as is that of any larger one.
+constexpr float kLeastWordScale = 0x1p-100f;
 // Words of weights are 2^9 times their values and columns of them 2^25 times, scales 2^-8 times theirs.
 constexpr float kWordFactor = 0x1p-1f;
 constexpr float kRestFactor = 0x1p-17f;

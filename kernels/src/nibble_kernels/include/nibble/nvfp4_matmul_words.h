@@ -12,6 +12,8 @@
 //   column_times(factor, codes, shift)  a column's values, 2^25 times factor of them, as Lanes; where it is: Rest
 //   kFewOfWords, kRowsOfWords
 //
+// How a panel's sums get their scales is a class such as ScalesAsNumbers.
+//
 // Sums do not depend on the number of rows: every loop adds a panel's blocks in order, and then its rests.
 
 #pragma once
@@ -68,26 +70,21 @@ inline RowsOfWords<kCount> rows_of(const int16_t* words, int64_t columns) {
   return rows;
 }
 
-// Adds the rests of `depth` blocks from `begin` on to rows of sums. `scales` are those of the first block, decoded; the
-// next block's follow after kStride bytes.
-template <int kStride>
-void add_rests(const Tiles& tile, const WordRows& x, int64_t count, int64_t begin, int64_t depth, const void* scales,
-               float* sums, int64_t stride) {
+// Adds the rests of `depth` blocks from `begin` on to rows of sums. `scales` are those blocks' scales, decoded.
+inline void add_rests(const Tiles& tile, const WordRows& x, int64_t count, int64_t begin, int64_t depth,
+                      const float* scales, float* sums, int64_t stride) {
   for (int64_t row = 0; row < count; ++row, sums += stride) {
     const int32_t* const first = x.first_rests + row * (tile.blocks + 1) + begin;
     const Rest *rest = x.rests[row] + first[0], *const end = x.rests[row] + first[depth];
     if (rest == end) continue;
     Lanes total = load(sums);
     for (; rest < end; ++rest) {
-      const char* const scale = static_cast<const char*>(scales) + (rest->block - begin) * kStride;
       const Lanes w = column_times(rest->value, tile.codes + rest->codes, rest->shift);
-      total = fma(w, load(reinterpret_cast<const float*>(scale)), total);
+      total = fma(w, load(scales + (rest->block - begin) * kLaneRows), total);
     }
     store(sums, total);
   }
 }
-
-constexpr int kScaleBytes = kLaneRows * sizeof(float);
 
 template <int kCount>
 void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t stride) {
@@ -115,7 +112,7 @@ void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t st
       codes += kBlockCodeBytes, scales += kLaneRows, words += kBlockColumns;
     }
     for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
-    add_rests<kScaleBytes>(tile, x, kCount, begin, depth, panel_scales, sums, stride);
+    add_rests(tile, x, kCount, begin, depth, panel_scales, sums, stride);
   }
 }
 
@@ -123,7 +120,17 @@ void few_words(const Tiles& tile, const WordRows& x, int64_t count, float* sums,
   with_count<kFewOfWords>(count, [&](auto n) { few_word_rows<decltype(n)::value>(tile, x, sums, stride); });
 }
 
-template <int kRows>
+// Of a panel: kept(w, scale) are the weights as they are multiplied, stored(scale) the scales as `add` takes them, and
+// add(total, block, scale, x_scale) is the total with a block's sums times both scales.
+struct ScalesAsNumbers {
+  static Pairs kept(Pairs w, Lanes) { return w; }
+  static Lanes stored(Lanes scale) { return scale; }
+  static Lanes add(Lanes total, Sums block, Lanes scale, float x_scale) {
+    return fma(floats_of(block) * broadcast(x_scale), scale, total);
+  }
+};
+
+template <class Scales, int kRows>
 void multiply_words(const char* panel, int64_t depth, const int16_t* x, const float* x_scales, int64_t blocks,
                     bool first, float* sums, int64_t stride) {
   Lanes total[kRows];
@@ -137,37 +144,40 @@ void multiply_words(const char* panel, int64_t depth, const int16_t* x, const fl
         block[r] = multiply_pairs(block[r], w, rows.at[r] + column_of(decltype(pair)::value));
     });
     const Lanes scale = load(reinterpret_cast<const float*>(panel + kWordBytes));
-    for (int r = 0; r < kRows; ++r)
-      total[r] = fma(floats_of(block[r]) * broadcast(x_scales[r * blocks + b]), scale, total[r]);
+    for (int r = 0; r < kRows; ++r) total[r] = Scales::add(total[r], block[r], scale, x_scales[r * blocks + b]);
   }
   for (int r = 0; r < kRows; ++r) store(sums + r * stride, total[r]);
 }
 
+template <class Scales>
 void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64_t count, void* panel,
                 float* sums, int64_t stride) {
   char* const to = static_cast<char*>(panel);
+  float panel_scales[kDepthOfWords * kLaneRows];
   for (int64_t t = 0; t < tile_count; ++t, sums += kLaneRows) {
     const Tiles tile = tiles.from(t);
     for (int64_t begin = 0; begin < tile.blocks; begin += kDepthOfWords) {
       const int64_t depth = tile.blocks - begin < kDepthOfWords ? tile.blocks - begin : kDepthOfWords;
       for (int64_t b = 0; b < depth; ++b) {
         char* const of_block = to + b * kWordBlockBytes;
+        const Lanes scale = scales_of(tile.scales + (begin + b) * kLaneRows);
         for_pairs(tile.codes + (begin + b) * kBlockCodeBytes, [&](auto pair, const Pairs& w) {
-          store_pairs(of_block + decltype(pair)::value * kPairBytes, w);
+          store_pairs(of_block + decltype(pair)::value * kPairBytes, Scales::kept(w, scale));
         });
-        store(reinterpret_cast<float*>(of_block + kWordBytes),
-              scales_of(tile.scales + (begin + b) * kLaneRows));
+        store(reinterpret_cast<float*>(of_block + kWordBytes), Scales::stored(scale));
+        store(panel_scales + b * kLaneRows, scale);
       }
       for (int64_t row = 0; row < count; row += kRowsOfWords) {
         const int64_t at = row * tile.blocks + begin;
         with_count<kRowsOfWords>(count - row < kRowsOfWords ? count - row : kRowsOfWords, [&](auto n) {
-          multiply_words<decltype(n)::value>(to, depth, x.words + at * kBlockColumns, x.scales + at,
-                                             tile.blocks, begin == 0, sums + row * stride, stride);
+          multiply_words<Scales, decltype(n)::value>(to, depth, x.words + at * kBlockColumns, x.scales + at,
+                                                     tile.blocks, begin == 0, sums + row * stride, stride);
         });
       }
-      add_rests<kWordBlockBytes>(tile, x, count, begin, depth, to + kWordBytes, sums, stride);
+      add_rests(tile, x, count, begin, depth, panel_scales, sums, stride);
     }
   }
 }
 
-constexpr WordLoops kWordLoops = {kFewOfWords, kDepthOfWords* kWordBlockBytes, few_words, many_words, false};
+constexpr WordLoops kWordLoops = {kFewOfWords, kDepthOfWords* kWordBlockBytes, few_words,
+                                  many_words<ScalesAsNumbers>, false};

@@ -22,7 +22,8 @@ class OwnedWordRows {
             rest_of_rows_.data() + row,
             first_rests_.data() + row * (blocks + 1),
             has_digits_ ? digits_.data() : nullptr,
-            digit_scales_.data()};
+            digit_scales_.data(),
+            has_tiny_.data() + row};
   }
 
  private:
@@ -32,6 +33,7 @@ class OwnedWordRows {
   bool has_digits_ = false;
   std::vector<int16_t> words_;
   std::vector<float> scales_;
+  std::vector<uint8_t> has_tiny_;
   std::vector<int8_t> digits_;
   std::vector<DigitScale> digit_scales_;
   std::vector<const Rest*> rest_of_rows_;
