@@ -86,6 +86,13 @@ inline Lanes column_times(float factor, const uint8_t* codes, int shift) {
   return _mm512_permutexvar_ps(moved, values * broadcast(factor));
 }
 
+// The same of a pair in a panel, of its second column or of its first.
+inline Lanes stored_column_times(float factor, const char* pair, bool second) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  const __m512i moved = _mm512_sll_epi32(load_pairs(pair), _mm_cvtsi32_si128(second ? 0 : 16));
+  return _mm512_cvtepi32_ps(_mm512_and_si512(moved, upper)) * broadcast(factor);
+}
+
 #include "nibble/nvfp4_matmul_words.h"
 
 }  // namespace

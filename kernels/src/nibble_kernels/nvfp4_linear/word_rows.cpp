@@ -132,7 +132,9 @@ NIBBLE_CPU_LEVELS bool divide_words(const int16_t* words, const float* scales, i
 Rest rest_at(int64_t block, int column, float lacking) {
   const int64_t codes = block * kBlockCodeBytes + column / 8 * (kBlockCodeBytes / 2);
   const int shift = 4 * (column % 8 / 2 + column % 2 * 4);
-  return {static_cast<int32_t>(block), static_cast<int32_t>(codes), shift, lacking * kRestFactor};
+  const int pair = column / 8 * 4 + column / 4 % 2 + column % 4 / 2 * 2;
+  return {static_cast<int32_t>(block), static_cast<int32_t>(codes), static_cast<int16_t>(shift),
+          static_cast<int16_t>(2 * pair + column % 2), lacking * kRestFactor};
 }
 
 }  // namespace

@@ -111,3 +111,14 @@ inline Lanes column_times(float factor, const uint8_t* codes, int shift) {
   const __m128i bits = _mm_cvtsi32_si128(shift);
   return {column_of(products, codes_at(codes), bits), column_of(products, codes_at(codes + 32), bits)};
 }
+
+// The same of a pair in a panel, of its second column or of its first.
+inline __m256 upper_words(__m256i pairs, __m128i shift) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_sll_epi32(pairs, shift), upper));
+}
+inline Lanes stored_column_times(float factor, const char* pair, bool second) {
+  const Pairs w = load_pairs(pair);
+  const __m128i shift = _mm_cvtsi32_si128(second ? 0 : 16);
+  return Lanes{upper_words(w.low, shift), upper_words(w.high, shift)} * broadcast(factor);
+}

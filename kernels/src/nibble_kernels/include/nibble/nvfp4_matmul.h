@@ -79,7 +79,8 @@ struct QuantizedRows {
 struct Rest {
   int32_t block;
   int32_t codes;  // from the start of a tile: bytes to the codes of eight columns of its 16 rows, 4 bytes a row
-  int32_t shift;  // bits below the column's code in those of a row
+  int16_t shift;  // bits below the column's code in those of a row
+  int16_t pair;   // of the block's eight in a panel: twice its number, plus 1 for the second of its columns
   float value;    // what the word lacks, times kRestFactor
 };
 

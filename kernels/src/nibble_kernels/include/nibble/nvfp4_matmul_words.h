@@ -70,17 +70,18 @@ inline RowsOfWords<kCount> rows_of(const int16_t* words, int64_t columns) {
   return rows;
 }
 
-// Adds the rests of `depth` blocks from `begin` on to rows of sums. `scales` are those blocks' scales, decoded.
+// Adds the rests of `depth` blocks from `begin` on to rows of sums. `scales` are those blocks' scales, decoded, and
+// values(rest) is the rest times its column's values, 2^25 times.
+template <class F>
 inline void add_rests(const Tiles& tile, const WordRows& x, int64_t count, int64_t begin, int64_t depth,
-                      const float* scales, float* sums, int64_t stride) {
+                      const float* scales, float* sums, int64_t stride, const F& values) {
   for (int64_t row = 0; row < count; ++row, sums += stride) {
     const int32_t* const first = x.first_rests + row * (tile.blocks + 1) + begin;
     const Rest *rest = x.rests[row] + first[0], *const end = x.rests[row] + first[depth];
     if (rest == end) continue;
     Lanes total = load(sums);
     for (; rest < end; ++rest) {
-      const Lanes w = column_times(rest->value, tile.codes + rest->codes, rest->shift);
-      total = fma(w, load(scales + (rest->block - begin) * kLaneRows), total);
+      total = fma(values(*rest), load(scales + (rest->block - begin) * kLaneRows), total);
     }
     store(sums, total);
   }
@@ -112,7 +113,9 @@ void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t st
       codes += kBlockCodeBytes, scales += kLaneRows, words += kBlockColumns;
     }
     for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
-    add_rests(tile, x, kCount, begin, depth, panel_scales, sums, stride);
+    add_rests(tile, x, kCount, begin, depth, panel_scales, sums, stride, [&](const Rest& rest) {
+      return column_times(rest.value, tile.codes + rest.codes, rest.shift);
+    });
   }
 }
 
@@ -174,7 +177,10 @@ void many_words(const Tiles& tiles, int64_t tile_count, const WordRows& x, int64
                                                      tile.blocks, begin == 0, sums + row * stride, stride);
         });
       }
-      add_rests(tile, x, count, begin, depth, panel_scales, sums, stride);
+      add_rests(tile, x, count, begin, depth, panel_scales, sums, stride, [&](const Rest& rest) {
+        return stored_column_times(rest.value, to + (rest.block - begin) * kWordBlockBytes + rest.pair / 2 * kPairBytes,
+                                   rest.pair % 2);
+      });
     }
   }
 }

@@ -36,7 +36,9 @@ void one_word_row(const Tiles& tile, const WordRows& x, float* sums) {
       codes += kBlockCodeBytes, scales += kLaneRows, digits += 2 * kBlockColumns, ++digit_scales;
     }
     store(sums, total);
-    add_rests(tile, x, 1, begin, depth, panel_scales, sums, 0);
+    add_rests(tile, x, 1, begin, depth, panel_scales, sums, 0, [&](const Rest& rest) {
+      return column_times(rest.value, tile.codes + rest.codes, rest.shift);
+    });
   }
 }
 
