@@ -1,14 +1,15 @@
 """Milliseconds of the decoder operator's step on the CPU, beside another build of the kernels.
 
     pip install --no-deps --no-build-isolation --target FOLDER PATH/kernels
-    python benchmarks/cpu_decoder_step.py --beside FOLDER [--rows 1 4] [--tokens 64 1024]
-        [--rounds 5] [--steps 30] [--out FILE]
+    python benchmarks/cpu_decoder_step.py --beside FOLDER [--shape 1.7b] [--level avx_vnni]
+        [--rows 1 4] [--tokens 64 1024] [--prompts 256] [--rounds 5] [--steps 30] [--out FILE]
 
-The 1.7B shape of cpu_llama_models.py without its head: all layers with random weights, one new
-token for each of `rows` sequences that have `tokens` tokens each. Each round starts one process for
-each build, in turns. Each process times `--steps` steps of every case. `ms` is the fastest of all
-rounds, because other programs only add time; `ratio` is the other build's time to the installed
-one's. `equal` says whether both give the same bits.
+A shape of cpu_llama_models.py without its head: all layers with random weights, one new token for
+each of `rows` sequences that have `tokens` tokens each; or a whole prompt of each length in
+`--prompts`. Each round starts one process for each build, in turns. Each process times `--steps`
+steps of every case. `ms` is the fastest of all rounds, because other programs only add time;
+`ratio` is the other build's time to the installed one's. `equal` says whether both give the same
+bits.
 """
 
 from __future__ import annotations
@@ -37,25 +38,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--beside", type=Path, help="folder of the other build")
+    parser.add_argument("--shape", choices=SHAPES, default="1.7b")
+    parser.add_argument("--level", help="instructions of the products; default: the best")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--tokens", type=int, nargs="*", default=[64, 1024])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", action="store_true", help="this process alone, as JSON lines")
     options = parser.parse_args()
     cases = [
-        {"form": form, "rows": rows, "tokens": tokens}
+        {"form": form, **case}
         for form in ("w4a16", "w4a4")
-        for rows in options.rows
-        for tokens in options.tokens
+        for case in (
+            *({"rows": rows, "tokens": n} for rows in options.rows for n in options.tokens),
+            *({"prompt": n} for n in options.prompts),
+        )
     ]
     if options.one:
-        return measure(cases, options.steps)
+        return measure(cases, options)
     if options.beside is None:
         parser.error("--beside is missing")
-    rows, tokens = (" ".join(map(str, each)) for each in (options.rows, options.tokens))
-    flags = f"--beside FOLDER --rows {rows} --tokens {tokens}"
+    flags = f"--beside FOLDER --shape {options.shape}"
+    flags += f" --level {options.level}" if options.level else ""
+    for name in ("rows", "tokens", "prompts"):
+        flags += " ".join([f" --{name}", *map(str, getattr(options, name))])
     flags += f" --rounds {options.rounds} --steps {options.steps}"
     found = {
         "command": f"python benchmarks/cpu_decoder_step.py {flags}",
@@ -88,15 +96,23 @@ def in_turns(cases: list[dict[str, Any]], options: argparse.Namespace) -> list[d
     return rows
 
 
-def measure(cases: list[dict[str, Any]], steps: int) -> None:
+def measure(cases: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """A line of JSON for each case: the fastest step, and a digest of its result."""
+    from nibble_kernels.nvfp4_linear import use_cpu_level
+
     for form in ("w4a16", "w4a4"):
-        decoder, layers = decoder_of(form)
+        decoder, layers = decoder_of(form, options.shape)
+        if options.level:
+            use_cpu_level(options.level)
         for case in cases:
             if case["form"] != form:
                 continue
-            run, times = stepper(decoder, layers, case["rows"], case["tokens"]), []
-            for _ in range(steps):
+            if "prompt" in case:
+                run = stepper(decoder, layers, 1, case["prompt"], case["prompt"])
+            else:
+                run = stepper(decoder, layers, case["rows"], case["tokens"])
+            times = []
+            for _ in range(options.steps):
                 began = time.perf_counter()
                 result = run()
                 times.append(time.perf_counter() - began)
@@ -104,13 +120,13 @@ def measure(cases: list[dict[str, Any]], steps: int) -> None:
             print(json.dumps({"ms": round(min(times) * 1e3, 2), "digest": digest}), flush=True)
 
 
-def decoder_of(form: str) -> tuple[Any, int]:
+def decoder_of(form: str, name: str) -> tuple[Any, int]:
     """The decoder, and its number of layers, which have equal weights in memory of their own."""
     from nibble_kernels.activation_quant.reference import nvfp4_quant
     from nibble_kernels.decoder import Decoder, DecoderLayer, Product, Shape
     from nibble_kernels.nvfp4_linear.packed import pack_weight
 
-    hidden, intermediate, layers, heads, kv_heads, size, _ = SHAPES["1.7b"]
+    hidden, intermediate, layers, heads, kv_heads, size, _ = SHAPES[name]
     shape = Shape(hidden, intermediate, heads, kv_heads, size, 1e-6, size**-0.5)
     torch.manual_seed(0)
     quantized = []
@@ -141,21 +157,24 @@ def decoder_of(form: str) -> tuple[Any, int]:
     return Decoder([layer() for _ in range(layers)], norm, cos_sin, shape), layers
 
 
-def stepper(decoder: Any, layers: int, rows: int, tokens: int) -> Any:
-    """Computes one step of `rows` sequences, the same each time."""
+def stepper(decoder: Any, layers: int, rows: int, tokens: int, new: int = 1) -> Any:
+    """Computes one step of `rows` sequences, the same each time: their last `new` tokens."""
     shape = decoder.shape
     torch.manual_seed(1)
     each = -(-tokens // BLOCK)
     size = (rows * each, shape.keys, BLOCK, 2 * shape.head_size)
     caches = [torch.randn(size).bfloat16() for _ in range(layers)]
     blocks = torch.arange(rows * each, dtype=torch.int32).view(rows, each)
-    slots = blocks[:, -1].long() * BLOCK + (tokens - 1) % BLOCK
+    own = torch.arange(tokens - new, tokens)
+    slots = (blocks.long()[:, own // BLOCK] * BLOCK + own % BLOCK).flatten()
     lengths = torch.full((rows,), tokens, dtype=torch.int32)
-    positions = torch.full((rows,), tokens - 1)
-    embeddings = torch.randn(rows, shape.hidden).bfloat16()
+    starts = torch.arange(0, rows * new + 1, new, dtype=torch.int32) if new > 1 else None
+    positions = own.repeat(rows)
+    embeddings = torch.randn(rows * new, shape.hidden).bfloat16()
 
     def run() -> Tensor:
-        return decoder.step(embeddings.clone(), positions, caches, slots, blocks, lengths)
+        step = (embeddings.clone(), positions, caches, slots, blocks, lengths)
+        return decoder.step(*step, starts=starts)
 
     return run
 

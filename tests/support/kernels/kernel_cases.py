@@ -146,13 +146,15 @@ def values_of(weight: Tensor, scales: Tensor) -> Tensor:
 def assert_rounded_once(
     found: Tensor, x: Tensor, w: Tensor, factor: Tensor, bias: Tensor | float = 0.0
 ) -> None:
-    """Within the rounding of float32 sums (16 units of the sum of magnitudes) and of one
-    conversion of the float64 product.
+    """Within the rounding of float32 sums and of one conversion of the float64 product. Each column
+    adds up to half a unit of the sum so far, of either sign: four times what that gives on average
+    if the first block is nearly all of the sum, and at least 16 units of the sum of magnitudes.
     """
     exact = x.double() @ w.T * factor + bias
     size = x.double().abs() @ w.T.abs() * factor.abs() + abs(bias)
     kind = torch.finfo(found.dtype)
-    bound = size * 2.0**-20 + exact.abs() * kind.eps / 2 + kind.smallest_normal
+    units = max(16.0, 4 * (x.shape[-1] / 3) ** 0.5)
+    bound = size * units * 2.0**-24 + exact.abs() * kind.eps / 2 + kind.smallest_normal
     assert found.shape == exact.shape
     assert ((found.double() - exact).abs() <= bound).all()
 
