@@ -136,7 +136,7 @@ def test_a_residual_is_added_before_the_only_rounding_in_every_division(
     x = activations(140, columns, torch.bfloat16)
     for division in divisions(-(-columns // 128)):
         if division[:2] == form:
-            options = {"division": division}
+            options: dict[str, Any] = {"division": division}
             assert_residual_comes_before_rounding(
                 lambda r, options=options: warpgroup(x, weight, residual=r, **options), division
             )
