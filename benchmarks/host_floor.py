@@ -2,7 +2,7 @@
 
     python benchmarks/host_floor.py --write /tmp/shapes [--shapes dense2 …]    write checkpoints
     python benchmarks/host_floor.py --models /tmp/shapes [--shapes dense2 …] [--streams 1 8 …]
-        [--gpus 2] [--drafts N] [--method mtp] [--arrivals]
+        [--gpus 2] [--drafts N] [--method mtp] [--arrivals] [--sides nibble]
         [--out benchmarks/results/host_floor_h200.json]
 
 Shapes: `dense2` is Qwen3-8B's with two layers, `moe2` a mixture of 64 experts with two layers,
@@ -13,7 +13,8 @@ right (tests/support/models/mtp_model.py).
 `vllm serve` and `nibble serve` with default settings run at the same time on one GPU (`--gpus`: on
 several, each layer divided) and answer in turns: 16 tokens in, 768 out. The time is the median over
 the streams of (last - first token) / (tokens - 1), the better of two rounds. `steady_share` is the
-share of nibble's steps that ran from CUDA graphs as a whole, from its /metrics.
+share of nibble's steps that ran from CUDA graphs as a whole, from its /metrics. `--sides nibble`
+starts no stock server, which takes minutes on a machine where nothing is compiled.
 
 `--drafts` lets both draft N tokens. `--method ngram` (default) takes them from the text before,
 `eagle` from a draft model with random weights in the folder SHAPE-eagle, which `--write` writes
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--method", choices=("ngram", "eagle", "mtp"), default="ngram")
     parser.add_argument("--arrivals", action="store_true")
+    parser.add_argument("--sides", nargs="+", choices=PORTS, default=list(PORTS))
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -216,16 +218,16 @@ def measure(model: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]
     servers: dict[str, subprocess.Popen[bytes]] = {}
     refuse_taken_ports()
     try:
-        for side in PORTS:
+        for side in options.sides:
             servers[side] = start(side, model, options)
         for side, server in servers.items():
             wait_until_ready(PORTS[side], server)
         if options.arrivals:
-            yield arrivals_row(model.name)
+            yield arrivals_row(model.name, options.sides)
         for streams in () if options.arrivals else options.streams:
             more: dict[str, Any] = {"gpus": options.gpus, "drafts": options.drafts}
             more |= {"method": options.method} if options.drafts else {}
-            yield row(model.name, streams) | more
+            yield row(model.name, streams, options.sides) | more
     finally:
         for server in servers.values():
             server.send_signal(signal.SIGTERM)
@@ -291,43 +293,43 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"the server on port {port} is not ready after {START_S:.0f} s")
 
 
-def row(model: str, streams: int) -> dict[str, Any]:
-    times: dict[str, list[float]] = {side: [] for side in PORTS}
-    for port in PORTS.values():
-        asyncio.run(load(port, streams, 64))  # compiles and captures
-    before = steps()
+def row(model: str, streams: int, sides: list[str]) -> dict[str, Any]:
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for side in sides:
+        asyncio.run(load(PORTS[side], streams, 64))  # compiles and captures
+    before = steps() if "nibble" in sides else {}
     for number in range(ROUNDS):
-        for side in PORTS if number % 2 == 0 else reversed(PORTS):
+        for side in sides if number % 2 == 0 else reversed(sides):
             times[side].append(asyncio.run(load(PORTS[side], streams, TOKENS_OUT)))
-    taken = {name: count - before.get(name, 0.0) for name, count in steps().items()}
-    stock, nibble = (round(min(times[side]), 3) for side in PORTS)
-    found = {
-        "model": model,
-        "streams": streams,
-        "stock_ms": stock,
-        "nibble_ms": nibble,
-        "ratio": round(stock / nibble, 2),
-        "steady_share": round(taken.get("steady", 0.0) / max(sum(taken.values()), 1.0), 3),
-        "steps": {name: int(count) for name, count in taken.items() if count},
-    }
+    ms = {side: round(min(of), 3) for side, of in times.items()}
+    found: dict[str, Any] = {"model": model, "streams": streams}
+    found |= {f"{side}_ms": time for side, time in ms.items()}
+    if len(ms) == len(PORTS):
+        found["ratio"] = round(ms["stock"] / ms["nibble"], 2)
+    if "nibble" in sides:
+        taken = {name: count - before.get(name, 0.0) for name, count in steps().items()}
+        share = taken.get("steady", 0.0) / max(sum(taken.values()), 1.0)
+        found["steady_share"] = round(share, 3)
+        found["steps"] = {name: int(count) for name, count in taken.items() if count}
     print(json.dumps(found), flush=True)
     return found
 
 
-def arrivals_row(model: str) -> dict[str, Any]:
+def arrivals_row(model: str, sides: list[str]) -> dict[str, Any]:
     """The time to the first token of requests that arrive while others run."""
-    found: dict[str, list[float]] = {side: [] for side in PORTS}
-    for port in PORTS.values():
-        asyncio.run(arrivals(port, 4.0))  # compiles and captures
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for side in sides:
+        asyncio.run(arrivals(PORTS[side], 4.0))  # compiles and captures
     for number in range(ROUNDS):
-        for side in PORTS if number % 2 == 0 else reversed(PORTS):
+        for side in sides if number % 2 == 0 else reversed(sides):
             found[side] += asyncio.run(arrivals(PORTS[side], ARRIVALS_S))
     result: dict[str, Any] = {"model": model, "what": "time to the first token"}
     for side, times in found.items():
         result[f"{side}_ms"] = round(1e3 * statistics.median(times), 3)
         result[f"{side}_p90_ms"] = round(1e3 * statistics.quantiles(times, n=10)[-1], 3)
-    result["requests"] = len(found["nibble"])
-    result["ratio"] = round(result["nibble_ms"] / result["stock_ms"], 3)
+    result["requests"] = len(found[sides[0]])
+    if len(sides) == len(PORTS):
+        result["ratio"] = round(result["nibble_ms"] / result["stock_ms"], 3)
     print(json.dumps(result), flush=True)
     return result
 
