@@ -29,12 +29,23 @@ NIBBLE_FUNCTION void finish(float* sums, int64_t count, const Epilogue& epilogue
 // sequence.
 constexpr int64_t kPieceBytes = 64 << 10;
 
-// Fewer rows would not be worth the decoding of a panel.
-constexpr int64_t kPanelRows = 64;
+// Fewer rows would not be worth the decoding of a panel, which takes about as long as so many rows' products.
+constexpr int64_t kPanelRows = 64, kRowsOfDecoding = 6;
+
+// How many groups of rows have the panels of a weight, so that threads with the same number of pieces end soonest.
+inline int64_t row_groups_of(int64_t panels, int64_t rows, int64_t threads) {
+  const auto time = [&](int64_t groups) {
+    return (panels * groups + threads - 1) / threads * ((rows + groups - 1) / groups + kRowsOfDecoding);
+  };
+  int64_t best = 1;
+  for (int64_t groups = 2; groups <= rows / kPanelRows && groups <= 2 * threads; ++groups)
+    if (time(groups) < time(best)) best = groups;
+  return best;
+}
 
 // Calls f(first, count, rows) for tiles of a weight and rows of activations, shared out among threads: all rows and
-// pieces of about kPieceBytes, or panels where there are many rows. A narrow weight has fewer panels than there are
-// threads, so rows are divided too.
+// pieces of about kPieceBytes, or panels where there are many rows. Where threads would have different numbers of
+// panels, rows are divided too.
 template <class T, class F>
 void for_pieces(int64_t tiles, int64_t blocks, const Activations<T>& activations, const F& f) {
   const int64_t threads = torch::stable::get_num_threads();
@@ -46,7 +57,7 @@ void for_pieces(int64_t tiles, int64_t blocks, const Activations<T>& activations
                      [&](int64_t piece) { f(piece * unit, std::min(unit, tiles - piece * unit), all); });
   }
   const int64_t panels = (tiles + kPanelTiles - 1) / kPanelTiles;
-  const int64_t wanted = std::clamp<int64_t>(2 * threads / panels, 1, std::max<int64_t>(1, all.count / kPanelRows));
+  const int64_t wanted = row_groups_of(panels, all.count, threads);
   const int64_t rows = (all.count + wanted - 1) / wanted, groups = (all.count + rows - 1) / rows;
   share_out(panels * groups, [&](int64_t piece) {
     const int64_t tile = piece / groups * kPanelTiles, row = piece % groups * rows;
