@@ -120,17 +120,10 @@ def test_a_result_does_not_depend_on_its_batch(kernels: ModuleType, form: str) -
         among_others = attend(replace(case, lengths=lengths), **FORMS[form], least_chunk=16)
         assert torch.equal(among_others[i], together[i])
         if form != "warpgroups":
-            alone = attend(part(case, i, 1), **FORMS[form], least_chunk=16)
+            alone = attend(case.part(i), **FORMS[form], least_chunk=16)
             assert torch.equal(alone[0], together[i])
-    three, four = (attend(part(case, 15, n), **FORMS[form], least_chunk=16) for n in (3, 4))
+    three, four = (attend(case.part(15, n), **FORMS[form], least_chunk=16) for n in (3, 4))
     assert torch.equal(three, four[:3])
-
-
-def part(case: Case, begin: int, count: int) -> Case:
-    """These sequences of a case with one query each."""
-    one = slice(begin, begin + count)
-    begins = case.query_begins[: count + 1]
-    return Case(case.query[one], case.cache, case.pages[one], case.lengths[one], begins, case.scale)
 
 
 @pytest.mark.gpu

@@ -316,11 +316,7 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch(attend: Attend) -> No
     case = make_case([200, 37, 129], fp8=True)
     together = attend(case)
     for i in range(3):
-        alone = Case(
-            case.query[i : i + 1], case.cache, case.pages[i : i + 1], case.lengths[i : i + 1],
-            torch.tensor([0, 1]).int(), case.scale,
-        )  # fmt: skip
-        assert torch.equal(attend(alone)[0][0], together[0][i])
+        assert torch.equal(attend(case.part(i))[0][0], together[0][i])
 
 
 def test_large_and_small_queries_keep_their_range(attend: Attend) -> None:

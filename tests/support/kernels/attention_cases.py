@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,17 @@ class Case:
             query_begins=self.query_begins.to(device),
             scale=self.scale,
             options=options,
+        )
+
+    def part(self, begin: int, count: int = 1) -> Case:
+        """Some of the sequences, which have one query each."""
+        some = slice(begin, begin + count)
+        return replace(
+            self,
+            query=self.query[some],
+            pages=self.pages[some],
+            lengths=self.lengths[some],
+            query_begins=self.query_begins[: count + 1],
         )
 
 

@@ -104,7 +104,7 @@ inline Sums combined(Bytes high, Bytes low) {
 
 }  // namespace
 
-extern const WordLoops kAvx2Words = kWordLoopsWithDigits;
+extern const WordLoops kAvx2Words = loops_with_digits(kWordLoops.many);
 extern const FloatLoops kAvx2Floats = kFloatLoops;
 extern const ByteLoops kAvx2Bytes = kByteLoops;
 

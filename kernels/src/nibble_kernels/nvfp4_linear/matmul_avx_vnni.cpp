@@ -98,8 +98,7 @@ void many_words_or_tiny(const Tiles& tiles, int64_t tile_count, const WordRows& 
 
 }  // namespace
 
-extern const WordLoops kAvxVnniWords = {kWordLoops.few_rows, kWordLoops.panel_bytes, one_or_few_words,
-                                        many_words_or_tiny, true};
+extern const WordLoops kAvxVnniWords = loops_with_digits(many_words_or_tiny);
 extern const ByteLoops kAvxVnniBytes = kByteLoops;
 
 }  // namespace nibble::cpu

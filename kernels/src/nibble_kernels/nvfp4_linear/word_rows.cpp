@@ -92,14 +92,15 @@ NIBBLE_FUNCTION Divided divide(const float* x, uint32_t largest, int16_t* words,
 enum class Row { kWhole, kLacking, kNotFinite };
 
 // `lacking`: of each block, a bit for each word that lacks something.
-NIBBLE_CPU_LEVELS Row divide_row(const float* x, int64_t blocks, int16_t* words, float* scales, uint32_t* lacking,
-                                 float* rest) {
+NIBBLE_CPU_LEVELS Row divide_row(const float* x, int64_t blocks, int16_t* words, float* scales, uint8_t& has_tiny,
+                                 uint32_t* lacking, float* rest) {
   Row row = Row::kWhole;
   for (int64_t b = 0; b < blocks; ++b, x += kBlockColumns, words += kBlockColumns, rest += kBlockColumns) {
     const uint32_t largest = largest_magnitude(x);
     if (largest >= kInfinity) return Row::kNotFinite;
     const Divided divided = divide(x, largest, words, rest);
     scales[b] = divided.scale;
+    has_tiny |= divided.scale < kLeastWordScale;
     lacking[b] = divided.lacking;
     if (divided.lacking) row = Row::kLacking;
   }
@@ -161,7 +162,8 @@ bool OwnedWordRows::set(int64_t row, const float* x) {
   lacking.resize(blocks);
   int16_t* words = words_.data() + row * columns_;
   float* scales = scales_.data() + row * blocks;
-  switch (divide_row(x, blocks, words, scales, lacking.data(), rest.data())) {
+  has_tiny_[row] = false;
+  switch (divide_row(x, blocks, words, scales, has_tiny_[row], lacking.data(), rest.data())) {
     case Row::kWhole:
       break;
     case Row::kLacking:
@@ -170,10 +172,8 @@ bool OwnedWordRows::set(int64_t row, const float* x) {
     default:
       std::fill(words, words + columns_, int16_t{0});
       std::fill(scales, scales + blocks, kWordFactor);
-      has_tiny_[row] = false;
       return false;
   }
-  has_tiny_[row] = *std::min_element(scales, scales + blocks) < kLeastWordScale;
   has_digits_ = !digits_.empty() && divide_words(words, scales, blocks, digits_.data(), digit_scales_.data());
   return true;
 }

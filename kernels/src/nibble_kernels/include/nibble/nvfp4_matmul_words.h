@@ -87,6 +87,14 @@ inline void add_rests(const Tiles& tile, const WordRows& x, int64_t count, int64
   }
 }
 
+// For add_rests, from a tile's codes.
+struct ColumnsOf {
+  const Tiles& tile;
+  Lanes operator()(const Rest& rest) const {
+    return column_times(rest.value, tile.codes + rest.codes, rest.shift);
+  }
+};
+
 template <int kCount>
 void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t stride) {
   const int64_t columns = tile.blocks * kBlockColumns;
@@ -113,9 +121,7 @@ void few_word_rows(const Tiles& tile, const WordRows& x, float* sums, int64_t st
       codes += kBlockCodeBytes, scales += kLaneRows, words += kBlockColumns;
     }
     for (int m = 0; m < kCount; ++m) store(sums + m * stride, total[m]);
-    add_rests(tile, x, kCount, begin, depth, panel_scales, sums, stride, [&](const Rest& rest) {
-      return column_times(rest.value, tile.codes + rest.codes, rest.shift);
-    });
+    add_rests(tile, x, kCount, begin, depth, panel_scales, sums, stride, ColumnsOf{tile});
   }
 }
 

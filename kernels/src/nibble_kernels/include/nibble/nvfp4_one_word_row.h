@@ -36,9 +36,7 @@ void one_word_row(const Tiles& tile, const WordRows& x, float* sums) {
       codes += kBlockCodeBytes, scales += kLaneRows, digits += 2 * kBlockColumns, ++digit_scales;
     }
     store(sums, total);
-    add_rests(tile, x, 1, begin, depth, panel_scales, sums, 0, [&](const Rest& rest) {
-      return column_times(rest.value, tile.codes + rest.codes, rest.shift);
-    });
+    add_rests(tile, x, 1, begin, depth, panel_scales, sums, 0, ColumnsOf{tile});
   }
 }
 
@@ -47,5 +45,6 @@ void one_or_few_words(const Tiles& tile, const WordRows& x, int64_t count, float
   few_words(tile, x, count, sums, stride);
 }
 
-constexpr WordLoops kWordLoopsWithDigits = {kWordLoops.few_rows, kWordLoops.panel_bytes, one_or_few_words,
-                                            kWordLoops.many, true};
+constexpr WordLoops loops_with_digits(decltype(WordLoops::many) many) {
+  return {kWordLoops.few_rows, kWordLoops.panel_bytes, one_or_few_words, many, true};
+}
